@@ -19,9 +19,8 @@ from quantizer.calibration.request import CalibrationRequest, CalibrationState, 
 from quantizer.calibration.target import TracedTarget
 from quantizer.config.algorithms import MAX_SEED
 from quantizer.config.diagnostics import pointing_into
-from quantizer.config.dpu_accuracy import with_finetuning
-from quantizer.config.dynamic_sizes import dynamic_sizes
 from quantizer.config.forms.resolved import resolved_document
+from quantizer.config.run_options import dynamic_sizes, with_finetuning
 from quantizer.config.wording import a_kind
 from quantizer.errors import DataError, UsageError
 from quantizer.export.exporting import exportable
@@ -47,6 +46,9 @@ from quantizer.sources.example_inputs import DEFAULT_SEQ_LEN, example_input
 from quantizer.sources.module_state import evaluating, without_cache
 from quantizer.sources.tensor_kinds import check_finite
 from quantizer.storage.process_memory import parse_size
+
+_FACTS = ("seed", "batch_size", "subset_len")
+"""The settings that results record, which are whole numbers."""
 
 CalibrationData = str | Iterable[Any] | Callable[[], Any]
 
@@ -151,7 +153,7 @@ class CalibrationSettings:
     evaluation: Batches | None = None
 
     def __post_init__(self) -> None:
-        for name in ("seed", "batch_size", "subset_len"):
+        for name in _FACTS:
             value = getattr(self, name)
             if value is not None and type(value) is not int:
                 raise UsageError(f"{name} is {a_kind(value)}, not an int")
@@ -159,11 +161,6 @@ class CalibrationSettings:
             raise UsageError("resume=True needs `folder`, which has the checkpoint")
         if not 0 <= self.seed <= MAX_SEED:
             raise UsageError(f"seed is {self.seed}, not from 0 to {MAX_SEED}")
-
-    @property
-    def facts(self) -> dict[str, Any]:
-        """Return the settings that results record."""
-        return {"seed": self.seed, "batch_size": self.batch_size, "subset_len": self.subset_len}
 
 
 def calibrate_batches(
@@ -203,7 +200,7 @@ def calibrate_batches(
         checkpoints=checkpoints,
         seed=settings.seed,
         fast_finetune=finetuning_mode,
-        facts=settings.facts,
+        facts={name: getattr(settings, name) for name in _FACTS},
         findings=config_result.diagnostics,
         confirm=settings.confirm,
         memory=memory,
@@ -214,39 +211,26 @@ def calibrate_batches(
         state = calibrated(request, must_resume=settings.resume)
         if checkpoints and not settings.has_next_step:
             checkpoints.remove()
-    return _result(
-        model, request, state, events=events, evaluation=settings.evaluation or batches
+    original = request.target.original
+    document = resolved_document(checked_config)
+    data = request.data_of(state.plan)
+    return Result(
+        model,
+        Calibrated(original, checked_config.settings, state.solution, document, data),
+        state.plan,
+        settings.evaluation or batches,
+        events=events,
+        write=partial(_write, request=request, state=state),
+        calibration_stamp=request.data_stamp(state.plan),
     )
 
 
-def _result(
-    model: nn.Module,
-    request: CalibrationRequest,
-    state: CalibrationState,
-    *,
-    events: Events,
-    evaluation: Batches,
-) -> Result:
-    """Return the result of a calibration, which is tested on `evaluation` by default."""
+def _write(folder: Path, *, request: CalibrationRequest, state: CalibrationState) -> None:
+    """Write the result of a calibration."""
     original, config = request.target.original, request.config
-    document = resolved_document(config)
-    data = request.data_of(state.plan)
-    calibrated = Calibrated(original, config.settings, state.solution, document, data)
-
-    def write(folder: Path) -> None:
-        header = request.header(state)
-        write_results(
-            folder, original, state.calibration, state.solution, config=config, run=header
-        )
-
-    return Result(
-        model,
-        calibrated,
-        state.plan,
-        evaluation,
-        events=events,
-        write=write,
-        calibration_stamp=request.data_stamp(state.plan),
+    header = request.header(state)
+    write_results(
+        folder, original, state.calibration, state.solution, config=config, run=header
     )
 
 

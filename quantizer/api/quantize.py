@@ -17,6 +17,7 @@ from quantizer.api.calibrate import (
     open_batches,
     trace_compared,
 )
+from quantizer.api.comparison import Comparison
 from quantizer.api.config import AnyConfig, path_of, read_config
 from quantizer.api.notebook import follower
 from quantizer.api.python_words import called_from_python, in_python
@@ -110,7 +111,9 @@ def quantize(
         QuantizerError: `calibrate`, `Result.save`, `Result.test` or `Result.export` raises it.
         UsageError: there is no such destination, or it needs data, or has no `max_mb`.
     """
-    typed, place = _place_of(folder)
+    typed = path_of(folder, "folder")
+    place = typed.absolute()
+    require_result_folder(place)
     name = _known_destination(to or default_destination(model))
     target = DESTINATIONS[name].target_of(model)
     inputs = [config] if isinstance(config, (str, os.PathLike)) else []
@@ -135,35 +138,19 @@ def quantize(
                 config = _config_file(place, made_for, sized, to_leave, overwrite=overwrite)
             result = calibrate_batches(model, config, batches, settings, graph=graph)
         result.save(place, overwrite=overwrite)
-        measure = {"evaluate": evaluate, "lower_is_better": lower_is_better}
-        finish = partial(_with_file, target=target, choices=choices, measure=measure)
-        quantized = finish(result, evaluation_data, place)
+        measure = partial(Result.test, evaluate=evaluate, lower_is_better=lower_is_better)
+        quantized = _with_file(result, evaluation_data, place, target, choices, measure)
     improvement = DESTINATIONS[name].improvement(has_data=has_data)
-    shown_config = _name_of(config, place, typed)
-    return _with_verdict(quantized, target, typed, improvement=improvement, config=shown_config)
-
-
-def _place_of(folder: str | os.PathLike[str]) -> tuple[Path, Path]:
-    """Return the folder of a run as its user calls it, and absolute: the user's code may change
-    the working directory.
-
-    Raises:
-        UsageError: it holds other files than results.
-    """
-    typed = path_of(folder, "folder")
-    place = typed.absolute()
-    require_result_folder(place)
-    return typed, place
+    return _with_verdict(quantized, target, typed, improvement=improvement, config=config)
 
 
 def _with_file(
     result: Result,
     data: Any,
     folder: Path,
-    *,
     target: str,
     choices: Mapping[str, str],
-    measure: Mapping[str, Any],
+    measure: Callable[[Result, Any], Comparison],
 ) -> Quantized:
     """Write the file of a result, test and verify it. The verdict is empty.
 
@@ -173,30 +160,35 @@ def _with_file(
         folder: of the run.
         target: of the file.
         choices: values of the target's options, by name.
-        measure: the arguments of `Result.test` except the data.
+        measure: tests a result on data.
     """
-    name = f"{result.plan.plan.graph.model}{EXPORTERS[target].suffix}"
-    path = folder / FOLDER / name
+    path = folder / FOLDER / f"{result.plan.plan.graph.model}{EXPORTERS[target].suffix}"
     path.parent.mkdir(exist_ok=True)
     # The option onnx_profile="tuned" leaves layers in float where that is faster
     in_file = result_for_file(result, data, target=target, file=path, choices=choices)
-    comparison = in_file.test(data, **measure)
+    comparison = measure(in_file, data)
     verification = verified_file(in_file, data, target=target, path=path, options=choices)
     Checkpoints(folder).remove()
     return Quantized(path, folder, result, comparison, verification, ())
 
 
 def _with_verdict(
-    quantized: Quantized, target: str, folder: Path, *, improvement: str, config: str
+    quantized: Quantized,
+    target: str,
+    folder: Path,
+    *,
+    improvement: str,
+    config: AnyConfig | None,
 ) -> Quantized:
     """Return the result with the verdict, after the figures are written.
 
     Args:
         quantized: without a verdict.
         target: of the file.
-        folder: of the run, as its user calls it.
+        folder: of the run, as its user calls it. It may be relative to a working directory that
+            the user's code has changed.
         improvement: what would lose less.
-        config: what its user calls the config.
+        config: as the user gave it, or the path of the one in the folder.
     """
     path, verification = quantized.path, quantized.verification
     tested = quantized.comparison.to_json()
@@ -220,7 +212,7 @@ def _with_verdict(
         path=str(shown),
         size=tested["exports"][0]["bytes"],
         tested=tested,
-        config=config,
+        config=_name_of(config, quantized.folder, folder),
         improvement=improvement,
     )
     return replace(
@@ -347,7 +339,7 @@ def _config_file(
     return run_config(folder, made_for, new_text, finish=finish, overwrite=overwrite)
 
 
-def _name_of(config: AnyConfig, folder: Path, typed: Path) -> str:
+def _name_of(config: AnyConfig | None, folder: Path, typed: Path) -> str:
     """Return the path of a config, or "the config" for one without a file. `typed` is what the
     user calls the folder of the run.
     """

@@ -12,11 +12,11 @@ from quantizer.cli.opening import session
 from quantizer.cli.opening.traced_model import traced_model
 from quantizer.cli.terminal.render import say
 from quantizer.cli.terminal.screen import notes_on_stderr
-from quantizer.config.document.document import Document, pointer_to
+from quantizer.config.document.document import Document
 from quantizer.config.document.read import read_document
 from quantizer.config.forms.hierarchical_spec import FIELDS_OF_KEYS, specification
-from quantizer.config.forms.layer_entries import parameters
 from quantizer.config.forms.layered import FIELDS
+from quantizer.config.forms.level_edits import parameters
 from quantizer.config.model import QuantizationSpec, Selector
 from quantizer.config.roles import KEY_OF, base_role, is_parameter
 from quantizer.config.wording import listed
@@ -100,10 +100,9 @@ def _values(tensor: TensorPlan, document: Document, form: str) -> dict[str, tupl
         path = document.paths_at.get(origin, ("",))
         # This key decides the number format together with dtype.
         element = (*path[:-1], "mx_element_dtype")
-        pointer = pointer_to(*element)
-        if path[-1] == "dtype" and pointer in document:
-            place = str(document.place(pointer))
-            elements["mx_element_dtype"] = (document.at(*element), place)
+        place = document.place(*element)
+        if path[-1] == "dtype" and place:
+            elements["mx_element_dtype"] = (document.at(*element), str(place))
     values |= elements
     defaults = _defaults(tensor.spec, default_fields, form)
     if tensor.spec.has_symmetric_scale:

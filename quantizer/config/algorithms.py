@@ -129,27 +129,13 @@ class PreQuantOptConfig(AlgoConfig):
     """
 
 
-def setting(
-    default: Any,
-    description: str,
-    *,
-    needs: str = "",
-    decided_by: str = "",
-    unread: str = "",
-    is_part: bool = False,
-    is_searched: bool = False,
-    **keywords: Any,
-) -> Any:
-    """Return a dataclass field of settings; the arguments are those of `Setting`."""
-    meaning = Setting(
-        description,
-        needs=needs,
-        decided_by=decided_by,
-        unread=unread,
-        is_part=is_part,
-        is_searched=is_searched,
-        keywords=keywords,
-    )
+def setting(default: Any, description: str, **words: Any) -> Any:
+    """Return a dataclass field of settings; `words` are arguments of `Setting`, and keywords of
+    its entry in the schema.
+    """
+    names = {declared.name for declared in dataclasses.fields(Setting)}
+    arguments = {name: words.pop(name) for name in names & words.keys()}
+    meaning = Setting(description, **arguments, keywords=words)
     return field(default=default, metadata={"setting": meaning})
 
 
@@ -160,10 +146,9 @@ def settings_of(kind: type[AlgoConfig]) -> dict[str, Setting]:
         ValueError: a setting has no description.
     """
     settings: dict[str, Setting] = {}
-    for declared in dataclasses.fields(kind):
+    # The first field is the name
+    for declared in dataclasses.fields(kind)[1:]:
         key = declared.name
-        if key == "name":
-            continue
         setting = declared.metadata.get("setting") or kind.meanings.get(key)
         if setting is None:
             raise ValueError(
@@ -214,6 +199,9 @@ class _Settings(Mapping[str, type[AlgoConfig]]):
     def __init__(self, *, with_passes: bool) -> None:
         self._with_passes = with_passes
 
+    def _names(self) -> list[str]:
+        return [name for name, row in LISTED.items() if self._with_passes or not row.switch]
+
     def __getitem__(self, name: str) -> type[AlgoConfig]:
         if name not in self:
             raise KeyError(name)
@@ -221,13 +209,13 @@ class _Settings(Mapping[str, type[AlgoConfig]]):
         return kind
 
     def __contains__(self, name: object) -> bool:
-        return any(name == other for other in self)
+        return name in self._names()
 
     def __iter__(self) -> Iterator[str]:
-        return (name for name, row in LISTED.items() if self._with_passes or not row.switch)
+        return iter(self._names())
 
     def __len__(self) -> int:
-        return sum(1 for _ in self)
+        return len(self._names())
 
 
 ALGORITHMS = _Settings(with_passes=False)

@@ -121,9 +121,7 @@ class ConfigError(UsageError):
         findings = []
         for finding in self.diagnostics:
             message = change(marked_text(finding.message))
-            remedy = finding.help
-            if remedy is not None:
-                remedy = change(marked_text(remedy))
+            remedy = None if finding.help is None else change(marked_text(finding.help))
             findings.append(replace(finding, message=message, help=remedy))
         self.diagnostics = tuple(findings)
 

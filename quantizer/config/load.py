@@ -11,7 +11,6 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
-from quantizer.config.absent import check_present, plugin_of_setting
 from quantizer.config.diagnostics import (
     ConfigError,
     Diagnostic,
@@ -19,14 +18,14 @@ from quantizer.config.diagnostics import (
     Fix,
     merged_by_cause,
 )
-from quantizer.config.document.document import Document, Text, ValidDocument
+from quantizer.config.document.document import Document, Text
 from quantizer.config.document.read import parse_document, read_text
-from quantizer.config.forms.form import form_of
+from quantizer.config.forms.form import form_of, plugin_of_setting
 from quantizer.config.forms.layered import translate_layered
 from quantizer.config.model import ConfigRule, ResolvedConfig
 from quantizer.config.resources import load_resource, preset_text
 from quantizer.config.rules.check_layered import check_layered
-from quantizer.config.rules.check_structure import check_structure
+from quantizer.config.rules.check_structure import check_present, check_structure
 from quantizer.config.wording import counted
 
 _logger = logging.getLogger(__name__)
@@ -142,7 +141,8 @@ def default_config() -> ResolvedConfig:
         "narrow_range": False
     }
     document = Document(Text("<built-in default>", ""), value, values={}, keys={})
-    return translate_layered(document).config
+    config, _ = translate_layered(document)
+    return config
 
 
 def _translate(document: Document) -> tuple[ResolvedConfig | None, _Findings]:
@@ -160,24 +160,22 @@ def _translate(document: Document) -> tuple[ResolvedConfig | None, _Findings]:
     if len(findings) > _MANY_ERRORS:
         return None, merged_by_cause(findings)
     places = [finding.place for finding in findings if finding.code not in _HARMLESS]
-    invalid = {place.pointer for place in places if place}
+    file = replace(document, ignored=frozenset(place.pointer for place in places if place))
     # Only the rules that are about something in the file are imported
     if is_hierarchical:
         from quantizer.config.forms.hierarchical import translate_hierarchical
         from quantizer.config.rules.check_hierarchical import check_hierarchical
 
-        hierarchical = translate_hierarchical(document, invalid)
-        config = hierarchical.config
-        findings += check_hierarchical(hierarchical)
+        config, levels = translate_hierarchical(file)
+        findings += check_hierarchical(file, config, levels)
     else:
-        layered = translate_layered(document, invalid)
-        config = layered.config
-        findings += check_layered(layered)
+        config, layered_levels = translate_layered(file)
+        findings += check_layered(file, config, layered_levels)
     if config.algorithms:
         from quantizer.config.rules.check_algorithms import check_algorithms
 
         findings += check_algorithms(config)
-    findings += check_present(ValidDocument(document, frozenset(invalid)))
+    findings += check_present(file)
     findings += _wrong_patterns(config.rules)
     is_usable = all(finding.severity != "error" for finding in findings)
     return config if is_usable else None, merged_by_cause(findings)

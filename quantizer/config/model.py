@@ -255,6 +255,15 @@ class Settings:
     target_device: Device = "CPU"
     places: Mapping[str, Place] = field(default_factory=dict, compare=False)
 
+    @classmethod
+    def of(cls, stated: Fields) -> Settings:
+        """Return the settings that a file states, with their places. None is the default."""
+        values = {
+            name: entry.value for name, entry in stated.items() if entry.value is not None
+        }
+        places = {name: entry.place for name, entry in stated.items() if entry.place}
+        return cls(**values, places=places)
+
 
 @dataclass(frozen=True)
 class Selector:
@@ -317,6 +326,11 @@ class ScalingLayer:
     prev_op: str = ""
     inp: str = ""
     place: Place | None = field(default=None, compare=False)
+
+    @classmethod
+    def of(cls, entry: JsonMapping, place: Place | None) -> ScalingLayer:
+        """Return the group that an entry of a file states."""
+        return cls(**{**entry, "layers": tuple(entry.get("layers", ()))}, place=place)
 
 
 @dataclass(frozen=True)
@@ -406,25 +420,16 @@ class Algorithm:
         values: JsonObject = {}
         places: dict[str, Place] = {}
         for key, name in _STRUCTURE_FIELDS.items():
-            sourced = self.stated.get(key)
-            if sourced is None:
-                continue
-            is_list = isinstance(sourced.value, list)
-            values[name] = tuple(sourced.value) if is_list else sourced.value
+            sourced = self.stated.get(key, Sourced(None))
+            value = sourced.value
+            if value is not None:
+                values[name] = tuple(value) if isinstance(value, list) else value
             if sourced.place:
                 places[name] = sourced.place
         if "scaling" in values:
-            values["scaling"] = self._scaling_layers(values["scaling"])
+            groups = zip(values["scaling"], self.groups, strict=True)
+            values["scaling"] = tuple(ScalingLayer.of(group, place) for group, place in groups)
         return StructureNames(**values, places=places)
-
-    def _scaling_layers(self, groups: tuple[JsonMapping, ...]) -> tuple[ScalingLayer, ...]:
-        scaling_layers: list[ScalingLayer] = []
-        for group, place in zip(groups, self.groups, strict=True):
-            layers = tuple(group.get("layers", ()))
-            prev_op = group.get("prev_op", "")
-            inp = group.get("inp", "")
-            scaling_layers.append(ScalingLayer(layers, prev_op, inp, place))
-        return tuple(scaling_layers)
 
 
 @dataclass(frozen=True)

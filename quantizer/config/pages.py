@@ -8,14 +8,14 @@ from functools import cache
 
 from quantizer.config.algorithm_schema import algorithm_schema
 from quantizer.config.algorithms import SWITCHES, entry_kinds, finds_codes
-from quantizer.config.document.missing_keys import paste
-from quantizer.config.document.suggestions import TYPE_WORDS, bounds
+from quantizer.config.document.fixes import paste
 from quantizer.config.forms.form import Form, block_of
 from quantizer.config.forms.hierarchical_spec import FIELDS_OF_KEYS
 from quantizer.config.forms.layered import FIELDS
 from quantizer.config.json_types import JsonMapping
 from quantizer.config.resources import load_resource
 from quantizer.config.rules.spec_rules import all_codes, spec_rules
+from quantizer.config.rules.structure_findings import TYPE_WORDS, bounds
 from quantizer.errors import QuantizerError
 
 _FORMS: tuple[Form, ...] = ("layered", "hierarchical")
@@ -144,9 +144,6 @@ def _example_name(key: str, form: Form) -> str:
 def _key_sections(key: str, form: Form) -> Iterator[str]:
     """Yield the sections of the page of a key: meaning, options, example and rules."""
     entry, place = _keys(form)[key]
-    for part in ("description", "examples"):
-        if part not in entry:
-            raise QuantizerError(f"schemas/{form}.schema.json: the key {key} has no {part}")
     yield entry["description"]
     yield entry["markdownDescription"]
     yield f"Where: {place}."
@@ -157,12 +154,11 @@ def _key_sections(key: str, form: Form) -> Iterator[str]:
     if "default" in entry:
         yield f"Default: `{json.dumps(entry['default'])}`."
     yield f"Example:\n\n```json\n{_example(key, entry)}\n```"
-    rules = [
-        f"- [{code}](../rules.md#{code.lower()}): {rule['title']}"
-        for code, rule in _rules_of(key, form).items()
-    ]
-    if rules:
-        yield "Restrictions and conflicts:\n\n" + "\n".join(rules)
+    rules = ["Restrictions and conflicts:\n"]
+    for code, rule in _rules_of(key, form).items():
+        rules.append(f"- [{code}](../rules.md#{code.lower()}): {rule['title']}")
+    if len(rules) > 1:
+        yield "\n".join(rules)
     yield from _worked_example(_example_name(key, form))
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from quantizer.config.diagnostics import ConfigError
 from quantizer.config.document.document import Text
 from quantizer.config.document.read import parse_document, read_text
-from quantizer.config.forms.compared import compare_configs
+from quantizer.config.forms.resolved import compare_configs
 from quantizer.config.load import load_text
 from quantizer.config.wording import first_names
 from quantizer.errors import QuantizerError, UsageError

@@ -7,8 +7,7 @@ from typing import Any
 
 _MAX_QUOTED = 60
 """The most characters of a value in a message."""
-_LETTERS_FOR_ONE_SLIP = 4
-_LETTERS_FOR_TWO_SLIPS = 8
+_LETTERS_FOR_SLIPS = (4, 8)
 """The fewest letters of words that may have a slip of typing, and two slips."""
 
 
@@ -19,9 +18,7 @@ def quoted(value: Any) -> str:
     ('"half_up"', 'true')
     """
     text = json.dumps(value, ensure_ascii=False)
-    if len(text) > _MAX_QUOTED:
-        return text[: _MAX_QUOTED - 1] + "…"
-    return text
+    return text if len(text) <= _MAX_QUOTED else text[: _MAX_QUOTED - 1] + "…"
 
 
 def listed(words: Iterable[Any]) -> str:
@@ -30,12 +27,7 @@ def listed(words: Iterable[Any]) -> str:
     >>> listed(["max", "mean"])
     'max, mean'
     """
-    texts: list[str] = []
-    for word in words:
-        if not isinstance(word, str):
-            word = json.dumps(word)
-        texts.append(word)
-    return ", ".join(texts)
+    return ", ".join(word if isinstance(word, str) else json.dumps(word) for word in words)
 
 
 def a_kind(value: object) -> str:
@@ -55,9 +47,7 @@ def with_article(name: str) -> str:
     >>> with_article("int"), with_article("Selector")
     ('an int', 'a Selector')
     """
-    if name[0] in "aeioAEIO":
-        return f"an {name}"
-    return f"a {name}"
+    return f"an {name}" if name[0] in "aeioAEIO" else f"a {name}"
 
 
 def first_names(names: Sequence[str], most: int = 5) -> str:
@@ -106,9 +96,7 @@ def closest_word(word: str, known: Iterable[str]) -> str | None:
     by_lower = {name.lower(): name for name in known}
     start = word.lower()[:100]
     matches = difflib.get_close_matches(start, by_lower, n=1, cutoff=0.6)
-    if not matches:
-        return None
-    return by_lower[matches[0]]
+    return by_lower[matches[0]] if matches else None
 
 
 def did_you_mean(word: str, known: Iterable[str], otherwise: str) -> str:
@@ -135,22 +123,12 @@ def misspelt(word: str, known: Iterable[str]) -> str | None:
     (None, None)
     """
     letters = _letters(word[:100])
-    slips: dict[str, int] = {}
-    for name in known:
-        if _format_marks(name) == _format_marks(word):
-            slips[name] = _count_slips(letters, _letters(name))
-    if not slips:
-        return None
-    least = min(slips.values())
+    names = [name for name in known if _format_marks(name) == _format_marks(word)]
+    slips = {name: _count_slips(letters, _letters(name)) for name in names}
+    least = min(slips.values(), default=0)
     nearest = [name for name, count in slips.items() if count == least]
-    max_slips = 0
-    if len(letters) >= _LETTERS_FOR_ONE_SLIP:
-        max_slips = 1
-    if len(letters) >= _LETTERS_FOR_TWO_SLIPS:
-        max_slips = 2
-    if len(nearest) > 1 or least > max_slips:
-        return None
-    return nearest[0]
+    max_slips = sum(len(letters) >= fewest for fewest in _LETTERS_FOR_SLIPS)
+    return nearest[0] if len(nearest) == 1 and least <= max_slips else None
 
 
 def _letters(word: str) -> str:

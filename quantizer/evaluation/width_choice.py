@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from quantizer.config.diagnostics import ConfigError
 from quantizer.config.document.document import Document
-from quantizer.config.forms.layer_entries import with_layer_entries
+from quantizer.config.forms.level_edits import with_layer_entries
 from quantizer.config.json_types import JsonMapping, JsonObject
 from quantizer.config.load import check_document
 from quantizer.config.model import QuantizationSpec, Role

@@ -308,7 +308,7 @@ def super_block_substitute(dtype: str) -> str:
     ('int5', 'uint5')
     """
     # Only faults need it
-    from quantizer.config.forms.dtypes import integer_word
+    from quantizer.config.forms.types import integer_word
 
     return integer_word(_SUBSTITUTES[dtype])
 

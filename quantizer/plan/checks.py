@@ -9,7 +9,7 @@ from quantizer.config.diagnostics import Diagnostic, Place
 from quantizer.config.forms.form import Form
 from quantizer.config.model import ConfigRule, QuantizationSpec, ResolvedConfig, Role
 from quantizer.config.roles import base_role, is_parameter
-from quantizer.config.rules.check_layered import inherits_float, refused_under_float
+from quantizer.config.rules.check_layered import refused_under_float
 from quantizer.config.rules.spec_rules import conflicts
 from quantizer.config.wording import listed
 from quantizer.graph.ir import Graph
@@ -268,8 +268,4 @@ def _under_float(
     """
     if spec.dtype == "int":
         return
-    blocks = [rule.fields.get(role, {}) for rule in rules]
-    for inherited in inherits_float(blocks):
-        diagnostic = refused_under_float(*inherited)
-        if diagnostic:
-            yield diagnostic
+    yield from refused_under_float([rule.fields.get(role, {}) for rule in rules])

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from quantizer.config.model import CAST_ONLY, QuantizationSpec, ResolvedConfig, Role
 from quantizer.config.roles import base_role, is_parameter, parameter_role
-from quantizer.config.spec_fields import effective
+from quantizer.config.rules.spec_rules import effective
 from quantizer.graph.ir import Graph, Node
 from quantizer.numerics.granularity import scale_shape
 from quantizer.plan import axes, checks

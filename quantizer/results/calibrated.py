@@ -17,12 +17,12 @@ from quantizer.calibration.fits_model import check_insertions, check_solution
 from quantizer.calibration.solution import Solution, quantized_network
 from quantizer.calibration.step import decisions_of
 from quantizer.config.document.document import Document
-from quantizer.config.dpu_accuracy import LEVELS, with_dpu_accuracy
 from quantizer.config.forms.resolved import resolved_document
 from quantizer.config.json_types import JsonMapping
 from quantizer.config.load import check_document, default_config
 from quantizer.config.model import ResolvedConfig, Settings
 from quantizer.config.roles import is_parameter
+from quantizer.config.run_options import LEVELS, with_dpu_accuracy
 from quantizer.config.wording import listed
 from quantizer.errors import DataError, ModelError, ResultError
 from quantizer.graph.channels.output_parts import Output, parts_named_as

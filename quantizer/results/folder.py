@@ -12,7 +12,7 @@ from torch import Tensor
 
 from quantizer.calibration.snapshots import checked_statistics
 from quantizer.calibration.solution import Solution
-from quantizer.config.absent import missing_of_results, remedy
+from quantizer.config.forms.form import missing_of_results, remedy
 from quantizer.config.model import Settings
 from quantizer.config.typed_fields import fits
 from quantizer.errors import ResultError

@@ -25,7 +25,7 @@ from quantizer.config.forms.algorithm_words import algorithm_entry
 from quantizer.config.forms.resolved import resolved_document
 from quantizer.config.load import LoadResult, check_document
 from quantizer.config.model import Algorithm, ScalingLayer, StructureNames
-from quantizer.config.model import Config as ValidConfig
+from quantizer.config.model import ResolvedConfig as ValidConfig
 
 GROUPS = {"dtype": "uint4", "qscheme": "per_group", "ch_axis": 1, "group_size": 128}
 CHANNELS = {"dtype": "int4", "qscheme": "per_channel", "ch_axis": 0}

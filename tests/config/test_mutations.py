@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quantizer.config.diagnostics import Diagnostic
-from quantizer.config.document.document import Document, Text
+from quantizer.config.document.document import Document, Text, path_from
 from quantizer.config.document.read import parse_document, read_document
 from quantizer.config.load import check_document, fix_text
 
@@ -91,12 +91,18 @@ def errors_at(diagnostics: tuple[Diagnostic, ...], line: int) -> list[Diagnostic
     ]
 
 
+def line_at(document: Document, pointer: str, *, key: bool = False) -> int:
+    place = document.place(*path_from(pointer), key=key)
+    assert place
+    return place.line
+
+
 @pytest.mark.parametrize(("document", "pointer"), list(members()))
 def test_misspelt_key(document: Document, pointer: str) -> None:
     key = pointer.rpartition("/")[2]
     misspelt = key[:-2] + key[-1] + key[-2] + "x"
     found = with_replaced(document, document.keys[pointer], json.dumps(misspelt))
-    [error] = errors_at(found, document.place(pointer, key=True).line)
+    [error] = errors_at(found, line_at(document, pointer, key=True))
     assert error.code == "QZ102"
     assert key in str(error.help)
 
@@ -104,7 +110,7 @@ def test_misspelt_key(document: Document, pointer: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(("document", "pointer"), list(members()))
 def test_value_of_another_kind(document: Document, pointer: str) -> None:
-    key, line = pointer.rpartition("/")[2], document.place(pointer).line
+    key, line = pointer.rpartition("/")[2], line_at(document, pointer)
     start, end = document.values[pointer]
     now = json.loads(document.source.text[start:end])
     first = next(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from quantizer.config.forms.layer_entries import with_layer_entries
+from quantizer.config.forms.level_edits import with_layer_entries
 from quantizer.config.model import QuantizationSpec, SymmetricScale
 
 GLOBAL = {"weight": {"dtype": "int8"}}

@@ -22,7 +22,7 @@ from quantizer.config.document.document import Document
 from quantizer.config.load import check_document
 from quantizer.config.model import QuantizationSpec, ResolvedConfig
 from quantizer.config.roles import base_role
-from quantizer.config.spec_fields import effective
+from quantizer.config.rules.spec_rules import effective
 from quantizer.graph.passes import run_passes
 from quantizer.plan.model import Plan
 from quantizer.plan.resolve import resolve_plan

@@ -22,9 +22,8 @@ from quantizer.cli.arguments.places import (
     unmoved,
 )
 from quantizer.cli.terminal.screen import screen
-from quantizer.config import dynamic_sizes
 from quantizer.config.algorithms import MAX_SEED
-from quantizer.config.dpu_accuracy import FINETUNE_MODES, LEVELS
+from quantizer.config.run_options import FINETUNE_MODES, LEVELS, SIZE_CHOICES
 from quantizer.export.targets import CHECKED_TARGETS, CHOICES, EXPORTERS
 
 QUANT_MODES = ("float", "calib", "test")
@@ -133,8 +132,8 @@ class Options:
         "Leave sizes of images or sounds open: height and width (the default), one of them, or "
         "the length.",
         is_flag=False,
-        flag_value=dynamic_sizes.CHOICES[0],
-        type=click.Choice(dynamic_sizes.CHOICES),
+        flag_value=SIZE_CHOICES[0],
+        type=click.Choice(SIZE_CHOICES),
         group="Model",
     )
     device: str = option(

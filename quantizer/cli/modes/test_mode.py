@@ -38,7 +38,7 @@ from quantizer.cli.terminal.annotations import annotate_warnings
 from quantizer.cli.terminal.follow import progress
 from quantizer.cli.terminal.output import Outcome, metric_lines, show_layers, table_view
 from quantizer.comparison.output_figures import POOLED_FIGURE
-from quantizer.config.dpu_accuracy import require_calibrated_with
+from quantizer.config.run_options import require_calibrated_with
 from quantizer.distributed import ALONE, Ranks, require_alike
 from quantizer.errors import GateError, UsageError
 from quantizer.evaluation.compare import same_in_each_pass

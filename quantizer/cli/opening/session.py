@@ -16,11 +16,10 @@ from quantizer.cli.opening.evaluation import evaluation_option, options_of_kinds
 from quantizer.cli.terminal.screen import timed
 from quantizer.config.diagnostics import ConfigError, Diagnostic
 from quantizer.config.document.document import Document
-from quantizer.config.dpu_accuracy import with_finetuning
-from quantizer.config.dynamic_sizes import dynamic_sizes
 from quantizer.config.json_types import JsonMapping
 from quantizer.config.load import default_config, load_config
 from quantizer.config.model import ResolvedConfig
+from quantizer.config.run_options import dynamic_sizes, with_finetuning
 from quantizer.config.wording import counted
 from quantizer.errors import UsageError
 from quantizer.graph.ir import Graph

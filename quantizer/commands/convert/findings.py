@@ -5,10 +5,10 @@ the same layers.
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from quantizer.config.diagnostics import Diagnostic, Diagnostics, Place
+from quantizer.config.diagnostics import Diagnostic, Diagnostics, Place, related_to
 from quantizer.config.json_types import JsonObject
 from quantizer.config.model import ROLES, ConfigRule, Fields, QuantizationSpec, Role, Selector
-from quantizer.config.spec_fields import effective
+from quantizer.config.rules.spec_rules import effective
 from quantizer.config.wording import listed
 
 _Specs = dict[Role, QuantizationSpec]
@@ -58,9 +58,8 @@ def inexpressible(text: str, place: Place | None, help_: str) -> Diagnostic:
 
 def may_differ(text: str, place: Place | None) -> Diagnostic:
     """Return the warning for files that mean the same for some models or data only."""
-    return Diagnostic(
-        "QZ125", text, place, "warning", help="compare `quantizer plan` with both files"
-    )
+    help_ = "compare `quantizer plan` with both files"
+    return Diagnostic("QZ125", text, place, "warning", help=help_)
 
 
 def range_of_batches_differs(role: Role, place: Place | None) -> Diagnostic:
@@ -86,15 +85,6 @@ def concatenation_differs(place: Place | None) -> Diagnostic:
     )
 
 
-def residual_stream_differs(place: Place | None) -> Diagnostic:
-    """Return the warning for a residual stream, which only one form quantizes."""
-    return may_differ(
-        "sums that only normalizations read, the residual stream of a transformer, stay "
-        "float in the layered form, and are quantized in the hierarchical form",
-        place,
-    )
-
-
 def one_per_reason(findings: Iterable[Diagnostic]) -> tuple[Diagnostic, ...]:
     """Return one finding for each reason, at the first of its places. The next places are
     related, up to a limit.
@@ -103,10 +93,9 @@ def one_per_reason(findings: Iterable[Diagnostic]) -> tuple[Diagnostic, ...]:
     for finding in findings:
         reason = (finding.code, finding.message)
         first = by_reason.setdefault(reason, finding)
-        places = [first.place, *(place for place, _ in first.related)]
-        is_new = finding.place and finding.place not in places
-        if finding.place and is_new and len(first.related) < _MAX_PLACES:
-            related = (*first.related, (finding.place, "and here"))
+        is_known = finding.place in (first.place, *(place for place, _ in first.related))
+        if not is_known and len(first.related) < _MAX_PLACES:
+            related = (*first.related, *related_to(finding.place, "and here"))
             by_reason[reason] = replace(first, related=related)
     return tuple(by_reason.values())
 
@@ -138,7 +127,10 @@ def overlapping(
         for earlier_content, wider_rules in earlier_rules.items():
             pair = (earlier_content, content)
             if pair not in inherited:
-                inherited[pair] = _inherited_roles(merged, wider_rules[0], rule)
+                alone = merged([rule])
+                both = merged([wider_rules[0], rule])
+                changed = [role for role in ROLES if not alike(alone.get(role), both.get(role))]
+                inherited[pair] = changed
             finding = _first_inherits(wider_rules, rule, inherited[pair], keys)
             if finding:
                 yield finding
@@ -151,15 +143,6 @@ def _content(rule: ConfigRule) -> str:
     for role, stated in rule.fields.items():
         fields[role] = {name: sourced.value for name, sourced in stated.items()}
     return repr((fields, sorted(rule.roles or ()), sorted(rule.adds)))
-
-
-def _inherited_roles(
-    merged: Callable[[Sequence[ConfigRule]], _Specs], wider: ConfigRule, rule: ConfigRule
-) -> list[Role]:
-    """Return the roles whose specs change where the rule is merged with a wider one."""
-    alone = merged([rule])
-    both = merged([wider, rule])
-    return [role for role in ROLES if not alike(alone.get(role), both.get(role))]
 
 
 def _first_inherits(
@@ -201,11 +184,11 @@ def by_strength(rules: Iterable[ConfigRule]) -> list[ConfigRule]:
     """Return rules for types and names, weakest first; equally specific ones in the file's
     order.
     """
-    return sorted(rules, key=_strength)
 
+    def strength(rule: ConfigRule) -> int:
+        return -1 if rule.selector.kind == "type" else specificity(rule.selector.text)
 
-def _strength(rule: ConfigRule) -> int:
-    return -1 if rule.selector.kind == "type" else specificity(rule.selector.text)
+    return sorted(rules, key=strength)
 
 
 def specificity(text: str) -> int:

@@ -1,7 +1,7 @@
 """Write a config of the layered form as a document of the hierarchical form."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import fields
 
 from quantizer.commands.convert.findings import (
     WEIGHTED,
@@ -15,14 +15,12 @@ from quantizer.commands.convert.findings import (
     one_per_reason,
     overlapping,
     range_of_batches_differs,
-    residual_stream_differs,
     specs_by_role,
 )
 from quantizer.config.algorithms import SWITCHES
 from quantizer.config.diagnostics import Diagnostics, Place
 from quantizer.config.document.document import pointer_to
 from quantizer.config.forms.algorithm_words import algorithm_entry
-from quantizer.config.forms.dtypes import dtype_word, integer_word
 from quantizer.config.forms.hierarchical_spec import (
     PARAMETERS,
     observer_word,
@@ -30,6 +28,7 @@ from quantizer.config.forms.hierarchical_spec import (
     usual_statistic,
 )
 from quantizer.config.forms.layered import FIELDS
+from quantizer.config.forms.types import dtype_word, integer_word
 from quantizer.config.json_types import JsonObject
 from quantizer.config.model import (
     ROLES,
@@ -56,14 +55,10 @@ from.
 """
 
 
-@dataclass(frozen=True)
-class _Entry:
-    """A level of the document; None excludes the layers that it selects."""
-
-    block: str
-    text: str
-    level: JsonObject | None
-    place: Place | None
+_Entry = tuple[str, str, JsonObject | None, Place | None]
+"""A level of the document: its block, the text that selects the layers, what it states of them,
+or None to exclude them, and its place in the source.
+"""
 
 
 def to_hierarchical(config: ResolvedConfig) -> ConvertedDocument:
@@ -80,20 +75,19 @@ def to_hierarchical(config: ResolvedConfig) -> ConvertedDocument:
     blocks: dict[str, JsonObject] = {block: {} for block in _BLOCKS.values()}
     excluded: dict[str, Place | None] = {}
     origins: dict[str, Place | None] = {}
-    for entry in file.converted_entries():
-        if entry.level is None:
-            excluded[entry.text] = entry.place
+    for block, text, level, place in file.converted_entries():
+        if level is None:
+            excluded[text] = place
             continue
         # Of two entries for the same layers the second one holds, at its place
-        block = blocks[entry.block]
-        block.pop(entry.text, None)
-        block[entry.text] = entry.level
-        origins[pointer_to(entry.block, entry.text)] = entry.place
-    switches = [switch for switch in _PASSES if getattr(config.settings, switch)]
+        blocks[block].pop(text, None)
+        blocks[block][text] = level
+        origins[pointer_to(block, text)] = place
+    passes = [name for switch, name in _PASSES.items() if getattr(config.settings, switch)]
     optional: JsonObject = {
         **blocks,
         "exclude": [*excluded],
-        "pre_quant_opt_config": [{"name": _PASSES[switch]} for switch in switches],
+        "pre_quant_opt_config": [{"name": name} for name in passes],
         "algo_config": [algorithm_entry(algorithm.settings) for algorithm in config.algorithms],
     }
     document |= {key: value for key, value in optional.items() if value}
@@ -144,15 +138,12 @@ class _Layered:
     def converted_entries(self) -> Iterator[_Entry]:
         """Yield what holds for the whole network, then the entries of the file."""
         for text in (_EVERY_LAYER, _NETWORK_INPUTS):
-            stated: dict[Role, Fields] = {}
-            for role, role_fields in self.network.items():
-                if (role == "input") == (text == _NETWORK_INPUTS):
-                    stated[role] = role_fields
-            if stated:
-                place = self.overall.roles_place
-                yield _Entry(_BLOCKS["name"], text, _level(stated), place)
-        for rule in self.entries:
-            yield self._converted(rule)
+            is_input = text == _NETWORK_INPUTS
+            roles = [role for role in self.network if (role == "input") == is_input]
+            if roles:
+                level = _level({role: self.network[role] for role in roles})
+                yield _BLOCKS["name"], text, level, self.overall.roles_place
+        yield from map(self._converted, self.entries)
 
     def _converted(self, rule: ConfigRule) -> _Entry:
         """Return an entry, which decides about each tensor that anything quantizes."""
@@ -164,7 +155,7 @@ class _Layered:
             for role in self._quantized:
                 if role not in stated:
                     level[KEY_OF[role]] = {"dtype": "float32"}
-        return _Entry(_BLOCKS[selector.kind], selector.text, level, selector.place)
+        return _BLOCKS[selector.kind], selector.text, level, selector.place
 
     def _is_excluded(self, rule: ConfigRule) -> bool:
         """Return whether nothing of its layers is quantized, by no entry that is stronger here:
@@ -185,10 +176,8 @@ class _Layered:
         """Return the entries that state the same of each operator with weights, present or not:
         together a global level.
         """
-        optional: dict[str, ConfigRule] = {}
-        for rule in entries:
-            if rule.selector.kind == "type" and not rule.selector.required:
-                optional[rule.selector.text] = rule
+        types = [rule for rule in entries if rule.selector.kind == "type"]
+        optional = {rule.selector.text: rule for rule in types if not rule.selector.required}
         if not optional.keys() >= set(WEIGHTED):
             return []
         rules = [optional[word] for word in WEIGHTED]
@@ -231,7 +220,11 @@ def _findings(file: _Layered) -> Diagnostics:
         )
     activation = specs_by_role(file.network).get("activation")
     if activation and activation.is_scaled:
-        yield residual_stream_differs(top_place)
+        yield may_differ(
+            "sums that only normalizations read, the residual stream of a transformer, stay "
+            "float in the layered form, and are quantized in the hierarchical form",
+            top_place,
+        )
     for rule in file.entries:
         if ("activation" in (rule.roles or ())) != (activation is not None):
             yield concatenation_differs(rule.selector.place)

@@ -22,7 +22,7 @@ from quantizer.config.diagnostics import Diagnostics, Place
 from quantizer.config.document.document import path_from, pointer_to, value_at
 from quantizer.config.forms.algorithm_words import algorithm_entry
 from quantizer.config.forms.form import CACHE_BLOCK, block_of
-from quantizer.config.forms.layer_entries import entry, parameters
+from quantizer.config.forms.level_edits import entry, parameters
 from quantizer.config.json_types import JsonMapping, JsonObject
 from quantizer.config.model import (
     CAST_ONLY,
@@ -89,15 +89,14 @@ def to_layered(config: ResolvedConfig) -> ConvertedDocument:
     document: JsonObject = {key: settings[key] for key in required if key in settings}
     entries, origins = _entries(everywhere, layers, excluded)
     document |= {**_NOTHING, "layer_quantize_config": entries}
-    if config.algorithms:
-        document["algorithms"] = [
-            algorithm_entry(algorithm.settings) for algorithm in config.algorithms
-        ]
+    algorithms = [algorithm_entry(algorithm.settings) for algorithm in config.algorithms]
+    if algorithms:
+        document["algorithms"] = algorithms
 
     def merged(rules: Sequence[ConfigRule]) -> dict[Role, QuantizationSpec]:
         return specs_by_role(_merged(everywhere, *rules))
 
-    findings = [*_device(config), *_cache(config)]
+    findings = [*_without_words(config)]
     for rule in (everywhere, *layers):
         findings += _not_layered(config, _merged(everywhere, rule))
     findings += overlapping(by_strength(layers), merged, KEY_OF)
@@ -127,27 +126,18 @@ def _entries(
         selected.append(({"layer_type": word, "required": False}, everywhere))
     for rule in layers:
         selected.append(({f"layer_{rule.selector.kind}": rule.selector.text}, rule))
-    specs_of_entries: list[dict[Role, QuantizationSpec]] = []
-    all_specs: list[QuantizationSpec] = []
-    for _, rule in selected:
-        specs = specs_by_role(_merged(everywhere, rule))
-        specs_of_entries.append(specs)
-        all_specs += specs.values()
-    explicit = _explicit_words(all_specs)
-
-    entries: list[JsonObject] = []
-    rules: list[ConfigRule] = []
-    for (selector, rule), specs in zip(selected, specs_of_entries, strict=True):
-        if specs:
-            entries.append(entry(selector, specs, explicit))
-            rules.append(rule)
+    specs = [specs_by_role(_merged(everywhere, rule)) for _, rule in selected]
+    explicit = _explicit_words([spec for by_role in specs for spec in by_role.values()])
+    rows: list[tuple[JsonObject, ConfigRule]] = []
+    for (selector, rule), by_role in zip(selected, specs, strict=True):
+        if by_role:
+            rows.append((entry(selector, by_role, explicit), rule))
     for rule in excluded:
-        entries.append({"layer_name": rule.selector.text, **_NOTHING})
-        rules.append(rule)
+        rows.append(({"layer_name": rule.selector.text, **_NOTHING}, rule))
     origins: dict[str, Place | None] = {}
-    for index, rule in enumerate(rules):
+    for index, (_, rule) in enumerate(rows):
         origins[pointer_to("layer_quantize_config", index)] = rule.selector.place
-    return entries, origins
+    return [row for row, _ in rows], origins
 
 
 def _explicit_words(specs: Sequence[QuantizationSpec]) -> set[str]:
@@ -155,16 +145,14 @@ def _explicit_words(specs: Sequence[QuantizationSpec]) -> set[str]:
     layers, state something else.
     """
     scales = {spec.symmetric_scale for spec in specs if spec.has_symmetric_scale}
-    dtypes = {spec.dtype for spec in specs}
-    words: set[str] = set()
-    if scales - {"quant_max"}:
-        words.add("symmetric_scale")
-    if len(dtypes) > 1:
+    words = {"symmetric_scale"} if scales - {"quant_max"} else set()
+    if len({spec.dtype for spec in specs}) > 1:
         words.add("datatype")
     return words
 
 
-def _device(config: ResolvedConfig) -> Diagnostics:
+def _without_words(config: ResolvedConfig) -> Diagnostics:
+    """Yield a device, and entries about the key-value cache, that the layered form lacks."""
     device = config.settings.target_device
     if device not in ("CPU", "GPU"):
         yield inexpressible(
@@ -172,9 +160,6 @@ def _device(config: ResolvedConfig) -> Diagnostics:
             config.settings.places.get("target_device"),
             "write CPU or GPU",
         )
-
-
-def _cache(config: ResolvedConfig) -> Diagnostics:
     for rule in config.rules:
         if rule.selector.kind in ("cache", "cache_source"):
             yield inexpressible(
@@ -206,10 +191,8 @@ def _limits(config: ResolvedConfig, role: Role, fields: Fields) -> Diagnostics:
     """Yield the fields with a value that the layered form lacks, one for each place."""
     places: list[Place | None] = []
     for name, (is_expressible, reason) in _LIMITS.items():
-        if name not in fields:
-            continue
-        stated = fields[name]
-        if is_expressible(stated.value, role) or stated.place in places:
+        stated = fields.get(name)
+        if not stated or is_expressible(stated.value, role) or stated.place in places:
             continue
         places.append(stated.place)
         yield inexpressible(f"{_written(config, name, stated)}: {reason}", stated.place, _KEEP)

@@ -11,7 +11,7 @@ from quantizer.cli.arguments.grouped_command import refuse_typed
 from quantizer.cli.arguments.options import LOOK, TABLE, Options, command, option, takes
 from quantizer.cli.arguments.places import PathType
 from quantizer.cli.terminal.render import say, say_note
-from quantizer.config.forms.compared import compare_configs
+from quantizer.config.forms.resolved import compare_configs
 from quantizer.config.load import load_config
 from quantizer.config.wording import quoted
 from quantizer.errors import GateError, UsageError

@@ -8,8 +8,8 @@ from typing import Any
 from quantizer.config.document.document import Document
 from quantizer.config.forms.form import form_of
 from quantizer.config.forms.hierarchical_spec import observer_word, specification
-from quantizer.config.forms.layer_entries import specified, with_entries
 from quantizer.config.forms.layered import FIELDS
+from quantizer.config.forms.level_edits import specified, with_entries
 from quantizer.config.json_types import JsonMapping, JsonObject, JsonPath
 from quantizer.config.model import QuantizationSpec, Role
 from quantizer.config.roles import KEY_OF, base_role

@@ -15,7 +15,7 @@ from torch import Tensor
 from quantizer.calibration.observing import DISTRIBUTION
 from quantizer.commands.recalibration.calibrated_folder import CalibratedFolder, ObserverStates
 from quantizer.commands.recalibration.range_words import Paths, SpecChange, by_layer, in_place
-from quantizer.config.document.document import Text, pointer_to
+from quantizer.config.document.document import Text
 from quantizer.config.document.edited import edited_text
 from quantizer.config.document.read import parse_document
 from quantizer.config.forms.form import form_of
@@ -238,7 +238,7 @@ class RetunedFolder:
             path = self._paths[field_key]
             if path is None:
                 return "default"
-            return str(self._after.place(pointer_to(*path)))
+            return str(self._after.place(*path))
         return self._moved(origin)
 
     def _moved(self, origin: str) -> str:
@@ -253,10 +253,7 @@ class RetunedFolder:
             if selector not in selectors:
                 return origin
             path = (path[0], selectors.index(selector), *path[2:])
-        pointer = pointer_to(*path)
-        if pointer not in self._after:
-            return origin
-        return str(self._after.place(pointer))
+        return str(self._after.place(*path) or origin)
 
 
 def _shared_observers(

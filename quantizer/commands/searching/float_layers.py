@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from quantizer.commands.searching.search import plan_of
 from quantizer.commands.searching.trial import Figures, Trial
-from quantizer.config.forms.layer_entries import with_float
+from quantizer.config.forms.level_edits import with_float
 from quantizer.config.roles import base_role, is_parameter
 from quantizer.evaluation.ablation import Ablation
 from quantizer.graph.ir import Graph

@@ -12,7 +12,6 @@ from quantizer.calibration.events import NO_FOLLOWER
 from quantizer.commands.searching.float_layers import FloatSearch, float_parts
 from quantizer.commands.searching.search import OutOfTimeError, Search, SearchStep
 from quantizer.commands.searching.trial import Change, Trial
-from quantizer.config.forms.layer_entries import with_layer_entries
 from quantizer.config.forms.level_edits import (
     group_sizes,
     with_algorithm,
@@ -20,6 +19,7 @@ from quantizer.config.forms.level_edits import (
     with_channels,
     with_equalization,
     with_group_size,
+    with_layer_entries,
     with_method,
 )
 from quantizer.config.json_types import JsonMapping, JsonObject

@@ -11,10 +11,10 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from quantizer.config.document.document import Document
-from quantizer.config.dpu_accuracy import with_finetuning
 from quantizer.config.json_types import JsonMapping
 from quantizer.config.load import check_document
 from quantizer.config.model import ResolvedConfig
+from quantizer.config.run_options import with_finetuning
 
 LEAST_GAIN = 0.01
 """A change gains something if it takes away this share of the distance from the gates. Less is

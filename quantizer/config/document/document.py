@@ -49,7 +49,8 @@ class Document:
     """A parsed file. `values` and `keys` map a JSON pointer (RFC 6901) to the span of its value
     and of its key.
 
-    `dotted` names the places of a document without text.
+    `dotted` names the places of a document without text. `ignored` are the JSON pointers of
+    values that are wrong: `get` leaves them out, so that the others can be checked.
     """
 
     source: Text
@@ -57,13 +58,14 @@ class Document:
     values: Mapping[str, TextSpan]
     keys: Mapping[str, TextSpan]
     dotted: Mapping[str, str] = field(default_factory=dict)
+    ignored: frozenset[str] = frozenset()
 
     @classmethod
     def of(cls, value: JsonMapping, name: str) -> Document:
         """Return a document of a Python value, whose places print as `name.key.key`.
 
         >>> document = Document.of({"layer_quant_config": {"fc.0": 1}}, "Config")
-        >>> str(document.place("/layer_quant_config/fc.0"))
+        >>> str(document.place("layer_quant_config", "fc.0"))
         'Config.layer_quant_config["fc.0"]'
         """
         paths = {pointer_to(*path): path for path in _paths(value)}
@@ -73,48 +75,34 @@ class Document:
         nowhere: dict[str, TextSpan] = dict.fromkeys(dotted, (0, 0))
         return cls(Text(name, ""), value, nowhere, nowhere, dotted)
 
-    def place(self, pointer: str, *, key: bool = False) -> Place:
-        """Return where the value (or the key) of `pointer` is.
+    def place(self, *path: str | int, key: bool = False) -> Place | None:
+        """Return where the value (or the key) at a path is, if there is one.
 
         An array's item has no key, so its value is taken.
         """
-        if self.dotted:
+        pointer = pointer_to(*path)
+        if pointer in self.dotted:
             return Place(self.dotted[pointer], 0, 0, pointer=pointer)
-        span = self.values[pointer]
+        span = self.values.get(pointer)
         if key:
             span = self.keys.get(pointer, span)
-        return self.source.place(span, pointer)
+        return self.source.place(span, pointer) if span else None
 
     @cached_property
     def paths_at(self) -> Mapping[str, JsonPath]:
         """Return the path of each value, by what its place prints as."""
-        return {str(self.place(pointer_to(*path))): path for path in _paths(self.value)}
+        return {str(self.place(*path)): path for path in _paths(self.value)}
 
     def at(self, *path: str | int) -> Any:
         """Return the value at a path."""
         return value_at(self.value, path)
 
-    def __contains__(self, pointer: str) -> bool:
-        return pointer in self.values
-
-
-@dataclass(frozen=True)
-class ValidDocument:
-    """A document without the values that are wrong, so that the others can be checked.
-
-    `ignored` are the JSON pointers of the wrong values.
-    """
-
-    document: Document
-    ignored: frozenset[str]
-
     def get(self, *path: str | int) -> Any:
         """Return the value at `path`; None if it is not there, null, or ignored."""
-        value: Any = self.document.value
+        value: Any = self.value
         for depth, part in enumerate(path, 1):
-            if isinstance(part, int):
-                is_there = isinstance(value, list)
-            else:
+            is_there = isinstance(value, list)
+            if isinstance(part, str):
                 is_there = isinstance(value, dict) and part in value
             if not is_there:
                 return None
@@ -123,17 +111,12 @@ class ValidDocument:
             value = value[part]
         return value
 
-    def items(self, *path: str | int) -> list[int]:
-        """Return the indices of the valid items of the list at `path`; none without a list."""
+    def items(self, *path: str | int) -> list[JsonPath]:
+        """Return the paths of the valid items of the list at `path`; none without a list."""
         items = self.get(*path)
-        if not isinstance(items, list):
-            return []
-        return [index for index in range(len(items)) if self.get(*path, index) is not None]
-
-    def place(self, *path: str | int, key: bool = False) -> Place | None:
-        """Return where the value (or the key) at `path` is, if there is one."""
-        pointer = pointer_to(*path)
-        return self.document.place(pointer, key=key) if pointer in self.document else None
+        indices = range(len(items)) if isinstance(items, list) else ()
+        paths = [(*path, index) for index in indices]
+        return [item for item in paths if self.get(*item) is not None]
 
 
 def pointer_to(*path: str | int) -> str:

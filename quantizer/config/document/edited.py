@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from difflib import SequenceMatcher
 from itertools import pairwise
@@ -81,29 +81,29 @@ class _Editor:
         if not value or not (is_object or is_list):
             return self._written(value, self._indent_at(start))
         members = self.members(path, before)
+        new: list[tuple[str | None, Any]]
         if is_object:
-            keys = [member.key for member in members]
-            pairs = _pairs(keys, list(value), replaced=False)
-            names = list(value)
-            values = list(value.values())
+            new = list(value.items())
+            pairs = _pairs(list(before), list(value), replaced=False)
         else:
-            lines = [_dumped(item) for item in before]
-            pairs = _pairs(lines, list(map(_dumped, value)), replaced=True)
-            names = [None] * len(value)
-            values = value
+            new = [(None, item) for item in value]
+            pairs = _pairs(list(map(_dumped, before)), list(map(_dumped, value)), replaced=True)
         layout = self.layout(start, end, members)
         pieces = [self.text[start], layout.opening]
         previous: int | None = None
-        for index, name in enumerate(names):
+        for index, (name, item) in enumerate(new):
             old = pairs.get(index)
             if index:
-                pieces.append(layout.separator(previous, old))
+                separator = layout.usual
+                if old is not None and previous == old - 1:
+                    separator = layout.separators[old]
+                pieces.append(separator)
             if old is None:
-                pieces.append(self.new_member(name, values[index], layout.indent))
+                pieces.append(self.new_member(name, item, layout.indent))
             else:
                 member = members[old]
                 pieces.append(self.text[member.start : member.value_start])
-                pieces.append(self.edited((*path, member.key), values[index]))
+                pieces.append(self.edited((*path, member.key), item))
             previous = old
         return "".join([*pieces, layout.closing, self.text[end - 1]])
 
@@ -122,16 +122,15 @@ class _Editor:
         """Return how the members of an object or list are separated."""
         if not members:
             outer = self.newline + self._indent_at(start)
-            return _Layout(outer + self.unit, f",{outer}{self.unit}", (), outer)
+            return _Layout(outer + self.unit, f",{outer}{self.unit}", {}, outer)
         opening = self.text[start + 1 : members[0].start]
-        separators = []
-        for member, following in pairwise(members):
-            separators.append(self.text[member.end : following.start])
         usual = f",{opening}" if "\n" in opening else ", "
-        if separators:
-            usual = separators[-1]
+        separators: dict[int, str] = {}
+        for index, (member, following) in enumerate(pairwise(members), 1):
+            usual = self.text[member.end : following.start]
+            separators[index] = usual
         closing = self.text[members[-1].end : end - 1]
-        return _Layout(opening, usual, tuple(separators), closing)
+        return _Layout(opening, usual, separators, closing)
 
     def new_member(self, name: str | None, value: Any, indent: str | None) -> str:
         """Return the text of a new member; an item of a list has no name."""
@@ -147,13 +146,8 @@ class _Editor:
         if indent is None or not is_nested or len(indent) + len(line) <= _MAX_LINE:
             return line
         inner = indent + self.unit
-        parts = []
-        if isinstance(value, dict):
-            for key, item in value.items():
-                parts.append(self.new_member(key, item, inner))
-        else:
-            for item in value:
-                parts.append(self._written(item, inner))
+        members = value.items() if isinstance(value, dict) else ((None, item) for item in value)
+        parts = [self.new_member(key, item, inner) for key, item in members]
         lines = f",{self.newline}{inner}".join(parts)
         return f"{line[0]}{self.newline}{inner}{lines}{self.newline}{indent}{line[-1]}"
 
@@ -164,12 +158,9 @@ class _Editor:
 
     def _indentation_unit(self) -> str:
         """Return the indentation of the outermost members."""
-        for key in self.document.value:
-            start, _ = self.document.keys[pointer_to(key)]
-            indent = self._indent_at(start)
-            if indent:
-                return indent
-        return _UNIT
+        spans = [self.document.keys[pointer_to(key)] for key in self.document.value]
+        indents = [self._indent_at(start) for start, _ in spans]
+        return next(filter(None, indents), _UNIT)
 
 
 @dataclass(frozen=True)
@@ -179,13 +170,13 @@ class _Layout:
     Attributes:
         opening: between the opening bracket and the first member.
         usual: what separates a new member from the one before it.
-        separators: what separated the old members.
+        separators: what was before each old member but the first.
         closing: between the last member and the closing bracket.
     """
 
     opening: str
     usual: str
-    separators: tuple[str, ...]
+    separators: Mapping[int, str]
     closing: str
 
     @property
@@ -193,12 +184,6 @@ class _Layout:
         """Return the indentation of members; None if they are on one line."""
         _, newline, indent = self.usual.rpartition("\n")
         return indent if newline else None
-
-    def separator(self, previous: int | None, following: int | None) -> str:
-        """Return what separates two members, by their old positions."""
-        if previous is not None and following == previous + 1:
-            return self.separators[previous]
-        return self.usual
 
 
 def _pairs(old: Sequence[str], new: Sequence[str], *, replaced: bool) -> dict[int, int]:

@@ -1,13 +1,26 @@
-"""Read a file into a `Document`. Every fault of syntax or encoding is a finding in a
-`ConfigError`.
+"""Read a file into a `Document`, JSON (RFC 8259) with positions. Every fault of syntax or
+encoding is a finding in a `ConfigError`. The parser continues after what it understands
+(comments, trailing commas, duplicate keys, NaN), so that one run shows every such fault.
 """
 
+import json
+import math
 import os
+import re
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any, NoReturn
 
-from quantizer.config.diagnostics import ConfigError, Diagnostic, Place, merged_by_cause
-from quantizer.config.document.document import Document, Text
-from quantizer.config.document.parse import Parser
+from quantizer.config.diagnostics import (
+    ConfigError,
+    Diagnostic,
+    Edit,
+    Fix,
+    Place,
+    merged_by_cause,
+)
+from quantizer.config.document.document import Document, Text, TextSpan, pointer_to
+from quantizer.config.json_types import JsonObject, JsonPath
 from quantizer.config.resources import presets
 from quantizer.config.wording import closest_word
 from quantizer.plugins import if_command
@@ -15,6 +28,25 @@ from quantizer.storage.plain_files import read_start
 
 MAX_CONFIG_BYTES = 1_000_000
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+MAX_DEPTH = 64
+MAX_PROBLEMS = 1000
+
+_SPACE = re.compile(r"[ \t\r\n]*")
+_COMMENT = re.compile(r"//[^\n]*|#[^\n]*|/\*.*?(?:\*/|\Z)", re.DOTALL)
+_NUMBER_LIKE = re.compile(r"[-+.0-9](?:[-+.0-9A-Za-z_])*")
+_NUMBER = re.compile(r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][-+]?[0-9]+)?")
+_WORD = re.compile(r"[A-Za-z_][A-Za-z_0-9]*")
+_SINGLE_QUOTED = re.compile(r"'([^'\"\\\x00-\x1f]*)'(?=\s*[:,}\]])")
+_BARE_KEY = re.compile(r"([A-Za-z_][A-Za-z_0-9]*)(?=\s*:)")
+_SURROGATE = re.compile("[\ud800-\udfff]")
+_LITERALS = {"true": True, "false": False, "null": None}
+_FOREIGN_LITERALS = {
+    **dict.fromkeys(("True", "TRUE"), "true"),
+    **dict.fromkeys(("False", "FALSE"), "false"),
+    **dict.fromkeys(("None", "undefined"), "null"),
+}
+
+_NOT_FINITE = {"NaN", "Infinity", "-Infinity", "nan", "inf", "-inf", "-NaN", "+Infinity"}
 
 
 def read_document(path: str | os.PathLike[str]) -> Document:
@@ -132,3 +164,257 @@ def _help_for_missing(path: Path) -> str:
     if name:
         return f'did you mean "{path.parent / name}"?'
     return if_command("init", "`quantizer init` writes a config to start from")
+
+
+class _StopError(Exception):
+    """Parsing cannot continue; the reason is already in `problems`."""
+
+
+class Parser:
+    """One parse of one text; `problems`, `values` and `keys` fill as it goes.
+
+    `_index` is the character to read next.
+    """
+
+    def __init__(self, source: Text) -> None:
+        self.source = source
+        self.text = source.text
+        self.start = 0
+        self.problems: list[Diagnostic] = []
+        self.values: dict[str, TextSpan] = {}
+        self.keys: dict[str, TextSpan] = {}
+        self._index = 0
+        self._decoder = json.JSONDecoder()
+
+    def parse(self) -> Any:
+        """Return the value, or None if `problems` say why there is none."""
+        try:
+            self._skip_space()
+            self.start = self._index
+            if not self._next():
+                remedy = if_command("init", "`quantizer init` writes a config to start from")
+                self._fail("the file is empty", remedy, code="QZ009")
+            value = self._value(())
+            self._skip_space()
+            if self._next():
+                remedy = "check the brackets above it"
+                self._fail("there is text after the end of the JSON value", remedy)
+        except _StopError:
+            return None
+        return value
+
+    def report(
+        self,
+        code: str,
+        message: str,
+        span: TextSpan,
+        remedy: str,
+        *,
+        instead: str | None = None,
+        related: tuple[tuple[Place, str], ...] = (),
+    ) -> None:
+        """Note a problem, unless there are so many that the file is something else.
+
+        `instead` is the text that is meant, where only one can be.
+        """
+        fixes: tuple[Fix, ...] = ()
+        if instead is not None:
+            fixes = (Fix(remedy, (Edit(*span, instead),)),)
+        place = self.source.place(span)
+        problem = Diagnostic(code, message, place, help=remedy, related=related, fixes=fixes)
+        self.problems.append(problem)
+        if len(self.problems) >= MAX_PROBLEMS:
+            raise _StopError
+
+    def _fail(
+        self,
+        message: str,
+        remedy: str,
+        *,
+        span: TextSpan | None = None,
+        code: str = "QZ004",
+        instead: str | None = None,
+    ) -> NoReturn:
+        """Report a problem at `span`, or at the next character, and stop."""
+        span = span or (self._index, self._index + 1)
+        self.report(code, message, span, remedy, instead=instead)
+        raise _StopError
+
+    def _next(self) -> str:
+        """Return the next character, or "" at the end."""
+        return self.text[self._index : self._index + 1]
+
+    def _skip_space(self) -> None:
+        """Skip white space, and report comments."""
+        while True:
+            self._index = self._end_of(_SPACE)
+            comment = _COMMENT.match(self.text, self._index)
+            if not comment:
+                return
+            remedy = 'remove it, or make it a key: "// note": "…"'
+            self.report("QZ005", "JSON has no comments", comment.span(), remedy)
+            self._index = comment.end()
+
+    def _end_of(self, pattern: re.Pattern[str]) -> int:
+        """Return where a match of a pattern at the next character ends."""
+        match = pattern.match(self.text, self._index)
+        return match.end() if match else self._index
+
+    def _value(self, path: JsonPath) -> Any:
+        """Parse a value of any kind, and note where it is."""
+        start = self._index
+        if len(path) > MAX_DEPTH:
+            message = f"values are nested more than {MAX_DEPTH} levels deep"
+            self._fail(message, "a config needs 5 levels", code="QZ003")
+        value: Any
+        match self._next():
+            case "{":
+                value = self._object(path)
+            case "[":
+                value = []
+                for _ in self._members("]"):
+                    value.append(self._value((*path, len(value))))
+            case '"':
+                value = self._string()
+            case _:
+                value = self._scalar()
+        self.values[pointer_to(*path)] = (start, self._index)
+        return value
+
+    def _object(self, path: JsonPath) -> JsonObject:
+        members: JsonObject = {}
+        for _ in self._members("}"):
+            key_start = self._index
+            key = self._key()
+            span = (key_start, self._index)
+            pointer = pointer_to(*path, key)
+            if key in members:
+                self._duplicate(key, self.keys[pointer], span)
+            else:
+                self.keys[pointer] = span
+            self._skip_space()
+            if self._next() != ":":
+                span = (key_start, self._index)
+                self._fail("a colon is missing after this key", 'write "key": value', span=span)
+            self._index += 1
+            self._skip_space()
+            members[key] = self._value((*path, key))
+        return members
+
+    def _members(self, close: str) -> Iterator[None]:
+        """Yield where a member of an object or array begins, and read what is around them."""
+        start = self._index
+        self._index += 1
+        self._skip_space()
+        while self._next() != close:
+            if not self._next():
+                self._fail(
+                    f'this bracket is never closed: a "{close}" is missing',
+                    "is the file cut off?",
+                    span=(start, start + 1),
+                )
+            yield
+            value_end = self._index
+            self._skip_space()
+            comma = (self._index, self._index + 1)
+            if self._next() in ("", close):
+                continue
+            if self._next() != ",":
+                self._fail(
+                    f'a comma or a "{close}" is missing after this value',
+                    "write a comma between members",
+                    span=(value_end - 1, value_end),
+                )
+            self._index += 1
+            self._skip_space()
+            if self._next() == close:
+                remedy = f'remove the comma before "{close}"'
+                message = "JSON has no trailing commas"
+                self.report("QZ006", message, comma, remedy, instead="")
+        self._index += 1
+
+    def _key(self) -> str:
+        if self._next() == "'":
+            self._single_quoted()
+        if self._next() != '"':
+            end = max(self._end_of(_WORD), self._index + 1)
+            word = self.text[self._index : end]
+            is_bare = _BARE_KEY.match(self.text, self._index)
+            self._fail(
+                f"expected a key in double quotes, not {word[:40]}",
+                "remove it" if word == "," else "put the key in double quotes",
+                span=(self._index, end),
+                instead=f'"{word}"' if is_bare else None,
+            )
+        return self._string()
+
+    def _single_quoted(self) -> NoReturn:
+        message = "JSON strings are in double quotes"
+        remedy = 'write "…"'
+        string = _SINGLE_QUOTED.match(self.text, self._index)
+        if string is None:
+            self._fail(message, remedy)
+        self._fail(message, remedy, span=string.span(), instead=f'"{string[1]}"')
+
+    def _duplicate(self, key: str, first: TextSpan, second: TextSpan) -> None:
+        place = self.source.place(first)
+        line = self.source.place(second).line
+        lines = f"on line {line}"
+        if place.line != line:
+            lines = f"on lines {place.line} and {line}"
+        message = f'the key "{key[:60]}" appears twice, {lines}'
+        related = ((place, "first here"),)
+        self.report("QZ007", message, second, "keep one of the two", related=related)
+
+    def _string(self) -> str:
+        start = self._index
+        try:
+            value, self._index = self._decoder.raw_decode(self.text, start)
+        except json.JSONDecodeError as error:
+            message = "this string is not closed on its line, or contains a control character"
+            if error.msg.startswith("Unterminated"):
+                message = "this string is never closed"
+            elif error.msg.startswith("Invalid \\"):
+                message = "JSON has no such escape sequence"
+            remedy = 'inside a string write \\n, \\t, \\\\ and \\"'
+            self._fail(message, remedy, span=(error.pos, error.pos + 1))
+        if _SURROGATE.search(value):
+            message = "this string contains half of a surrogate pair"
+            remedy = "write the character itself, or both halves"
+            self._fail(message, remedy, span=(start, self._index))
+        return str(value)
+
+    def _scalar(self) -> Any:
+        """Parse a number or a literal; stop if the end of what is none is not known."""
+        end = max(self._end_of(_NUMBER_LIKE), self._end_of(_WORD))
+        span = (self._index, end)
+        word = self.text[self._index : end]
+        value: Any = None
+        if _NUMBER.fullmatch(word):
+            value = float(word)
+            if not math.isfinite(value):
+                message = f"the number {word[:20]}… is out of range"
+                self.report("QZ008", message, span, "write a smaller number")
+                value = None
+            elif word.removeprefix("-").isdecimal():
+                value = int(word)
+        elif word[:1].isdecimal() or word[:1] == ".":
+            message = f"{word[:40]} is not a JSON number"
+            self._fail(message, "write it like 8, -1 or 99.99", span=span)
+        elif word in _LITERALS:
+            value = _LITERALS[word]
+        elif word in _NOT_FINITE:
+            self.report("QZ008", f"JSON has no {word}", span, "write a finite number")
+        elif word in _FOREIGN_LITERALS:
+            literal = _FOREIGN_LITERALS[word]
+            message = f"JSON has no {word}"
+            self.report("QZ004", message, span, f"write {literal}", instead=literal)
+        elif self._next() == "'":
+            self._single_quoted()
+        else:
+            shown = word[:40] or self._next() or "the end of the file"
+            span = (self._index, max(end, self._index + 1))
+            remedy = 'text goes in double quotes: "…"'
+            self._fail(f"expected a value, not {shown}", remedy, span=span)
+        self._index = end
+        return value

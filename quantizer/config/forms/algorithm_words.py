@@ -1,36 +1,46 @@
 """Read entries of `algo_config`, `pre_quant_opt_config` and `algorithms`, and write them."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, get_args, get_type_hints
 
 from quantizer.config.algorithms import ALGORITHMS, AlgoConfig, read_keys, settings_of
 from quantizer.config.diagnostics import Place
-from quantizer.config.document.document import ValidDocument
+from quantizer.config.document.document import Document
+from quantizer.config.forms.form import ALGORITHM_LISTS, Form
 from quantizer.config.json_types import JsonObject, JsonPath
-from quantizer.config.model import Algorithm, Sourced
+from quantizer.config.model import Algorithm, ConfigRule, ResolvedConfig, Settings, Sourced
 
 _GROUP_KEYS = ("prev_op", "layers", "inp")
 """The members of a group of layers that something reads."""
 
 
-def read_algorithms(document: ValidDocument, *blocks: str) -> tuple[Algorithm, ...]:
-    """Return the algorithms of the blocks, in order; unknown ones are left out."""
+def config_of(
+    file: Document, form: Form, settings: Settings, rules: Iterable[ConfigRule]
+) -> ResolvedConfig:
+    """Return the config of a file in a form, with its algorithms; unknown ones are left out."""
+    blocks = ALGORITHM_LISTS if form == "hierarchical" else ("algorithms",)
     algorithms: list[Algorithm] = []
-    for path in _entries(document, *blocks):
-        name = document.get(*path, "name")
+    for path in _entries(file, *blocks):
+        name = file.get(*path, "name")
         if isinstance(name, str) and name in ALGORITHMS:
-            algorithms.append(_read_entry(document, path, ALGORITHMS[name]))
-    return tuple(algorithms)
+            algorithms.append(_read_entry(file, path, ALGORITHMS[name]))
+    source = file.source
+    return ResolvedConfig(
+        settings=settings,
+        rules=tuple(rules),
+        source=source.name,
+        document=file.value,
+        form=form,
+        algorithms=tuple(algorithms),
+        text=source.text,
+    )
 
 
-def read_names(document: ValidDocument, *blocks: str) -> tuple[tuple[str, Place | None], ...]:
+def read_names(document: Document, *blocks: str) -> tuple[tuple[str, Place | None], ...]:
     """Return the name of every entry of the blocks, in order, and its place."""
-    names: list[tuple[str, Place | None]] = []
-    for path in _entries(document, *blocks):
-        name = document.get(*path, "name")
-        if isinstance(name, str):
-            names.append((name, document.place(*path, "name")))
-    return tuple(names)
+    paths = [(*path, "name") for path in _entries(document, *blocks)]
+    names = [(document.get(*path), document.place(*path)) for path in paths]
+    return tuple((name, place) for name, place in names if isinstance(name, str))
 
 
 def algorithm_entry(settings: AlgoConfig) -> JsonObject:
@@ -40,30 +50,23 @@ def algorithm_entry(settings: AlgoConfig) -> JsonObject:
     >>> algorithm_entry(ALGORITHMS["rotation"](seed=3))
     {'name': 'rotation', 'residual': True, 'values': True, 'online': True, 'seed': 3}
     """
-    entry: JsonObject = {"name": settings.name}
-    for key in read_keys(type(settings)):
-        value = getattr(settings, key)
-        if value is not None:
-            entry[key] = value
-    return entry
+    keys = ("name", *read_keys(type(settings)))
+    values = {key: getattr(settings, key) for key in keys}
+    return {key: value for key, value in values.items() if value is not None}
 
 
-def _entries(document: ValidDocument, *blocks: str) -> list[JsonPath]:
+def _entries(document: Document, *blocks: str) -> list[JsonPath]:
     """Return the paths of the entries of the blocks; one entry may stand without a list."""
     paths: list[JsonPath] = []
     for block in blocks:
         if isinstance(document.get(block), dict):
             paths.append((block,))
         else:
-            paths += _items(document, block)
+            paths += document.items(block)
     return paths
 
 
-def _items(document: ValidDocument, *path: str | int) -> list[JsonPath]:
-    return [(*path, index) for index in document.items(*path)]
-
-
-def _read_entry(document: ValidDocument, path: JsonPath, kind: type[AlgoConfig]) -> Algorithm:
+def _read_entry(document: Document, path: JsonPath, kind: type[AlgoConfig]) -> Algorithm:
     """Return the algorithm of an entry of the file, with the places of its settings."""
     hints = get_type_hints(kind)
     stated: dict[str, Sourced] = {}
@@ -73,7 +76,7 @@ def _read_entry(document: ValidDocument, path: JsonPath, kind: type[AlgoConfig])
         is_empty = value in ("", []) and getattr(kind, key) is None
         if value is not None and not is_empty:
             stated[key] = Sourced(_typed(hints[key], value), document.place(*path, key))
-    groups = _items(document, *path, "scaling_layers")
+    groups = document.items(*path, "scaling_layers")
     return Algorithm(
         kind=kind,
         path=path,
@@ -85,13 +88,13 @@ def _read_entry(document: ValidDocument, path: JsonPath, kind: type[AlgoConfig])
 
 
 def _unread(
-    document: ValidDocument, path: JsonPath, kind: type[AlgoConfig]
+    document: Document, path: JsonPath, kind: type[AlgoConfig]
 ) -> Iterator[tuple[str, tuple[str, Place | None]]]:
     """Yield the stated keys that nothing reads, each with the reason and its first place."""
     for key, setting in settings_of(kind).items():
         if setting.unread and document.get(*path, key) not in (None, getattr(kind, key)):
             yield key, (setting.unread, document.place(*path, key))
-    for group in _items(document, *path, "scaling_layers"):
+    for group in document.items(*path, "scaling_layers"):
         key_path = (*group, "module2inspect")
         if document.get(*key_path) is not None:
             reason = "the outputs of the layers themselves are compared"
@@ -99,13 +102,13 @@ def _unread(
             return
 
 
-def _valid_part(document: ValidDocument, *path: str | int) -> Any:
+def _valid_part(document: Document, *path: str | int) -> Any:
     """Return a value without the invalid items of a list, and of a group of layers the members
     that something reads.
     """
     value = document.get(*path)
     if isinstance(value, list):
-        return [_valid_part(document, *item) for item in _items(document, *path)]
+        return [_valid_part(document, *item) for item in document.items(*path)]
     if isinstance(value, dict):
         members: JsonObject = {}
         for key in _GROUP_KEYS:
@@ -123,6 +126,5 @@ def _typed(hint: Any, value: Any) -> Any:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return value
     members = (hint, *get_args(hint))
-    if float in members:
-        return float(value)
-    return int(value) if int in members else value
+    kind = next((kind for kind in (float, int) if kind in members), None)
+    return kind(value) if kind else value

@@ -1,6 +1,7 @@
 """Replace older and newer spellings of the hierarchical form's words, with a note for each."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, TypeVar
 
 from quantizer.config.algorithms import ALIASES
@@ -67,8 +68,8 @@ def canonical(document: Document) -> tuple[Document, tuple[Diagnostic, ...]]:
     """
     copy = _CanonicalCopy(document)
     value = copy.value(document.value, (), ())
-    canonical_document = Document(
-        source=document.source,
+    canonical_document = replace(
+        document,
         value=value,
         values=copy.moved(document.values),
         keys=copy.moved(document.keys),
@@ -91,12 +92,15 @@ class _CanonicalCopy:
         if isinstance(value, dict):
             return self._object(value, old, new)
         if _is_two_stages(value, old):
-            return self._two_stages(value, old, new)
+            spec = self.value(value[0], (*old, 0), new)
+            second = (*old, 1, "dtype")
+            self._old_pointers[pointer_to(*new, "scale_format")] = pointer_to(*second)
+            text = "a second specification, of scales, is read as scale_format"
+            self._note(text, second, 'write "scale_format": "e4m3"')
+            return {**spec, "scale_format": "e4m3"}
         if isinstance(value, list):
-            items: list[Any] = []
-            for index, item in enumerate(value):
-                items.append(self.value(item, (*old, index), (*new, index)))
-            return items
+            items = enumerate(value)
+            return [self.value(item, (*old, index), (*new, index)) for index, item in items]
         if old and isinstance(value, str):
             spellings = VALUE_ALIASES.get(str(old[-1]), {})
             return self._replaced(value, spellings.get(value, value), old)
@@ -118,24 +122,16 @@ class _CanonicalCopy:
             members[word] = self.value(item, (*old, key), (*new, word))
         return members
 
-    def _two_stages(self, value: list[Any], old: JsonPath, new: JsonPath) -> Any:
-        spec = self.value(value[0], (*old, 0), new)
-        second = pointer_to(*old, 1, "dtype")
-        self._old_pointers[pointer_to(*new, "scale_format")] = second
-        text = "a second specification, of scales, is read as scale_format"
-        self._note(text, second, 'write "scale_format": "e4m3"')
-        return spec | {"scale_format": "e4m3"}
-
     def _replaced(
         self, spelling: str, word: str, path: JsonPath, *, is_key: bool = False
     ) -> str:
         if spelling != word:
             text = f"{quoted(spelling)} is read as {quoted(word)}"
-            self._note(text, pointer_to(*path), f"write {quoted(word)}", is_key=is_key)
+            self._note(text, path, f"write {quoted(word)}", is_key=is_key)
         return word
 
-    def _note(self, text: str, pointer: str, help_: str, *, is_key: bool = False) -> None:
-        place = self._document.place(pointer, key=is_key)
+    def _note(self, text: str, path: JsonPath, help_: str, *, is_key: bool = False) -> None:
+        place = self._document.place(*path, key=is_key)
         self.notes.append(Diagnostic("QZ116", text, place, "note", help=help_))
 
 

@@ -1,13 +1,15 @@
-"""Distinguish the two file forms by their keys, and name the keys of the hierarchical form and
-the blocks of their schemas.
+"""Distinguish the two file forms by their keys, name the keys of the hierarchical form and the
+blocks of their schemas, and find the plug-ins that these name and that are not there.
 """
 
+from collections.abc import Mapping
 from functools import lru_cache
-from typing import Literal
+from typing import Any, Literal
 
 from quantizer.config.json_types import JsonMapping
 from quantizer.config.resources import load_resource
 from quantizer.config.wording import closest_word
+from quantizer.plugins import absent
 
 Form = Literal["layered", "hierarchical"]
 
@@ -27,6 +29,12 @@ _LAYERED_BLOCKS = frozenset(
     {"overall_quantize_config", "tensor_quantize_config", "layer_quantize_config"}
 )
 """Source: Vitis AI, quantization configuration."""
+
+ALGORITHM_LISTS = ("pre_quant_opt_config", "algo_config")
+"""The lists of algorithms, in the order in which they run."""
+
+CACHE_BLOCK = "kv_cache_quant_config"
+"""The key of the block that is about the key-value cache."""
 
 
 def form_of(value: JsonMapping) -> Form:
@@ -64,8 +72,43 @@ SPEC_KEYS = tuple(
 )
 """The keys of a spec that have an effect. The schema has a message code for all others."""
 
-ALGORITHM_LISTS = ("pre_quant_opt_config", "algo_config")
-"""The lists of algorithms, in the order in which they run."""
 
-CACHE_BLOCK = "kv_cache_quant_config"
-"""The key of the block that is about the key-value cache."""
+def _absent_plugin(entry: JsonMapping) -> str:
+    """Return the plug-in that an entry of a schema needs, if it is not there; else ""."""
+    name: str = entry.get("plugin", "")
+    return name if name and absent(name) else ""
+
+
+def plugin_of_setting(key: str) -> str:
+    """Return the plug-in that a global setting needs, if it is not there; else ""."""
+    return _absent_plugin(block_of("layered")["properties"].get(key, {}))
+
+
+def plugin_of_algorithm(name: str) -> str:
+    """Return the plug-in that an algorithm needs, if it is not there; else ""."""
+    return _absent_plugin(block_of("hierarchical")["definitions"].get(name, {}))
+
+
+def plugin_of_results(key: str) -> str:
+    """Return the plug-in that an entry of the header of results needs, if it is not there; else
+    "".
+    """
+    header = load_resource("schemas", "quant_info.schema.json")["properties"]["header"]
+    return _absent_plugin(header["properties"].get(key, {}))
+
+
+def remedy(plugin: str) -> str:
+    """Return how to get a plug-in that is not there."""
+    return f"install a quantizer that has the plug-in {plugin}"
+
+
+def missing_of_results(header: Mapping[str, Any]) -> list[str]:
+    """Return the plug-ins that results were made with and that are not there.
+
+    Args:
+        header: of the results.
+    """
+    found = [plugin_of_setting(key) for key, value in header["settings"].items() if value]
+    found += [plugin_of_algorithm(entry["name"]) for entry in header["algorithms"]]
+    found += [plugin_of_results(key) for key, value in header.items() if value]
+    return [name for name in dict.fromkeys(found) if name]

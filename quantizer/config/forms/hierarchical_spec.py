@@ -5,11 +5,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
-from quantizer.config.forms.dtypes import BLOCK_FORMATS, GROUP_SIZES, INTEGERS, dtype_word
-from quantizer.config.forms.types import RoundType, ScaleType
+from quantizer.config.diagnostics import Place
+from quantizer.config.forms.types import (
+    BLOCK_FORMATS,
+    INTEGERS,
+    RoundType,
+    ScaleType,
+    dtype_word,
+)
 from quantizer.config.json_types import JsonObject
 from quantizer.config.model import (
     CAST_ONLY,
@@ -20,7 +26,7 @@ from quantizer.config.model import (
     Sourced,
     SymmetricScale,
 )
-from quantizer.config.spec_fields import is_foreign, other_weight_axis
+from quantizer.config.rules.spec_rules import is_foreign, other_weight_axis
 from quantizer.tables import RANGE_METHODS, SEARCHED
 
 FIELDS_OF_KEYS: Mapping[str, str] = {
@@ -48,6 +54,11 @@ USUAL_BLOCK = 128
 _FULL_BITS = 8
 """Symmetric integers with at least so many bits have the default scale "quant_max", which clips
 nothing; shorter ones have "half_range".
+"""
+
+_GROUP_SIZES = {"e8m0": 32, "e4m3": 16}
+"""The values that share a scale of a `scale_format`, where neither the file nor the dtype
+says.
 """
 
 _FORMAT_KEYS = frozenset(
@@ -104,12 +115,24 @@ def specification(spec: QuantizationSpec) -> JsonObject:
 
 @dataclass(frozen=True)
 class Words:
-    """A spec of one role in the form's words: as one level of the file states it, or merged
-    over several levels.
+    """A spec of one role in the form's words: `raw` are those in effect, `stated` those of one
+    level, `wider` those that it inherits from.
     """
 
     role: Role
     raw: Fields
+    stated: Fields = field(default_factory=dict)
+    wider: Fields = field(default_factory=dict)
+
+    @property
+    def inherited(self) -> Words:
+        """Return what would hold without the level."""
+        return Words(self.role, self.wider)
+
+    @property
+    def stated_places(self) -> set[Place]:
+        """Return where the level states something."""
+        return {sourced.place for sourced in self.stated.values() if sourced.place}
 
     def value(self, key: str, default: Any = None) -> Any:
         """Return the value of a key, or `default` where the file does not state it."""
@@ -178,10 +201,7 @@ class Words:
         """
         if self.dtype in CAST_ONLY:
             return {"dtype": self.raw["dtype"]}
-        fields = self._number()
-        fields |= self._scale()
-        fields |= self._granularity()
-        fields |= self._range()
+        fields = self._number() | self._scale() | self._granularity() | self._range()
         if self.dtype in INTEGERS:
             default_scale = usual_symmetric_scale(QuantizationSpec.of(fields))
             implied = _mapped(self.raw["dtype"], default_scale)
@@ -203,8 +223,8 @@ class Words:
         elif self.dtype is not None:
             dtype = self.dtype
             if dtype == "mx":
-                element = self.value("mx_element_dtype", "int8")
-                dtype = "mx_int8" if element == "int8" else element
+                dtype = self.value("mx_element_dtype", "int8")
+                dtype = "mx_int8" if dtype == "int8" else dtype
             fields["dtype"] = _mapped(self.raw["dtype"], dtype)
             if "symmetric" in self.raw:
                 fields["symmetric"] = self.raw["symmetric"]
@@ -215,20 +235,15 @@ class Words:
 
     def _scale(self) -> dict[str, Sourced]:
         """Return the fields of the scale's type."""
-        if self.is_block:
-            return self._shared_exponent()
         if self.has_quantized_scales:
             return {"scale_type": self.raw["scale_format"]}
-        if "scale_type" in self.raw:
+        if not self.is_block:
+            if "scale_type" not in self.raw:
+                return {}
             stated = self.raw["scale_type"]
             return {"scale_type": _mapped(stated, ScaleType[stated.value].value)}
-        return {}
-
-    def _shared_exponent(self) -> dict[str, Sourced]:
-        """Return the fields of the scale of a block format."""
-        is_block_dtype = self.dtype in BLOCK_FORMATS
-        source = self.raw["dtype" if is_block_dtype else "scale_format"]
-        usual = BLOCK_FORMATS[self.dtype if is_block_dtype else "mx"]
+        source = self.raw["dtype" if self.dtype in BLOCK_FORMATS else "scale_format"]
+        usual = BLOCK_FORMATS.get(self.dtype, BLOCK_FORMATS["mx"])
         fields = {"scale_type": _mapped(source, usual.scale_type)}
         if self.has_scale_mode and "scale_calculation_mode" in self.raw:
             fields["scale_mode"] = self.raw["scale_calculation_mode"]
@@ -241,11 +256,8 @@ class Words:
         source.
         """
         scheme = self.scheme
-        source = Sourced(None)
-        for key in ("qscheme", "observer_cls", "dtype", "scale_format"):
-            if key in self.raw:
-                source = self.raw[key]
-                break
+        deciding = ("qscheme", "observer_cls", "dtype", "scale_format")
+        source = next((self.raw[key] for key in deciding if key in self.raw), Sourced(None))
         if self.is_per_token:
             return {"qscheme": _mapped(source, "per_token")}
         fields: dict[str, Sourced] = {}
@@ -253,18 +265,15 @@ class Words:
             fields["qscheme"] = _mapped(source, scheme)
         if scheme in ("per_channel", "per_group") and "ch_axis" in self.raw:
             axis = self.raw["ch_axis"]
-            group_axis = None
             if scheme == "per_group" and self.is_channel_axis:
-                group_axis = other_weight_axis(axis, self.role)
-            fields["ch_axis"] = group_axis or axis
+                axis = other_weight_axis(axis, self.role) or axis
+            fields["ch_axis"] = axis
         if scheme == "per_group":
-            usual = GROUP_SIZES.get(self.value("scale_format"))
+            usual = _GROUP_SIZES.get(self.value("scale_format"))
             if self.dtype in BLOCK_FORMATS:
                 usual = BLOCK_FORMATS[self.dtype].group_size
-            if "group_size" in self.raw:
-                fields["group_size"] = self.raw["group_size"]
-            elif usual:
-                fields["group_size"] = _mapped(source, usual)
+            if "group_size" in self.raw or usual:
+                fields["group_size"] = self.raw.get("group_size", _mapped(source, usual))
         if scheme == "per_block":
             sides = self.raw.get("block_size", _mapped(source, [USUAL_BLOCK]))
             fields["group_size"] = _mapped(sides, int(sides.value[0]))
@@ -300,21 +309,21 @@ class Words:
         gives `ch_axis` the other meaning.
         """
         united = Words(self.role, {**wider.raw, **self.raw})
-        foreign: frozenset[str] = frozenset()
+        foreign: set[str] = set()
         if is_foreign(wider._kind, united._kind):
-            foreign = _FORMAT_KEYS
+            foreign |= _FORMAT_KEYS
         if wider.observer == "PlaceholderObserver" and united.dtype not in CAST_ONLY:
-            foreign |= {"observer_cls"}
-        inherited = [key for key in united.raw if key in self.raw or key not in foreign]
-        merged = {key: united.raw[key] for key in inherited}
+            foreign.add("observer_cls")
+        merged = dict(united.raw)
+        for key in foreign - self.raw.keys():
+            merged.pop(key, None)
         if "ch_axis" in wider.raw and "ch_axis" not in self.raw:
-            wider_meaning = wider._axis
-            meaning = Words(self.role, merged)._axis
-            if wider_meaning and meaning and wider_meaning != meaning:
+            meanings = {wider._axis, Words(self.role, merged)._axis}
+            if meanings == {"channels", "along"}:
                 axis = other_weight_axis(merged.pop("ch_axis"), self.role)
                 if axis:
                     merged["ch_axis"] = axis
-        return Words(self.role, merged)
+        return Words(self.role, merged, stated=self.raw, wider=wider.raw)
 
     @property
     def _kind(self) -> str | None:

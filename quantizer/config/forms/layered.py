@@ -1,13 +1,13 @@
 """Translate the layered form (overall, tensor, layer blocks) into a `ResolvedConfig`."""
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Literal
 
 from quantizer.config.diagnostics import Place
-from quantizer.config.document.document import Document, ValidDocument
-from quantizer.config.forms.algorithm_words import read_algorithms
-from quantizer.config.json_types import JsonObject, JsonPath
+from quantizer.config.document.document import Document
+from quantizer.config.forms.algorithm_words import config_of
+from quantizer.config.json_types import JsonPath
 from quantizer.config.model import (
     ROLES,
     ConfigRule,
@@ -48,18 +48,20 @@ _SELECTOR_KINDS: Mapping[str, Literal["type", "name"]] = {
     "layer_type": "type",
     "layer_name": "name",
 }
+_OVERALL = "overall_quantize_config"
+_TENSOR = "tensor_quantize_config"
+_ENTRIES = "layer_quantize_config"
 _SETTINGS = tuple(field.name for field in fields(Settings) if field.name != "places")
 
 
 @dataclass(frozen=True)
 class LayeredLevel:
     """A part of the file that states something of all roles and of single ones: the top, or a
-    layer entry.
+    layer entry. `path` leads to it.
     """
 
     selector: Selector
-    label: str
-    pointer: JsonPath
+    path: JsonPath
     roles: frozenset[Role] | None
     roles_place: Place | None
     overall: Mapping[Role, Fields]
@@ -80,126 +82,83 @@ class LayeredLevel:
         for role in self.quantized:
             overall, tensor = self.blocks(role)
             merged[role] = {**overall, **tensor}
-        return ConfigRule(self.selector, self.label, self.roles, self.roles_place, merged)
+        label = f"{_ENTRIES}[{self.path[1]}]"
+        return ConfigRule(self.selector, label, self.roles, self.roles_place, merged)
 
 
-@dataclass(frozen=True)
-class Layered:
-    """The file in the field's words, level by level, and as a config, whose rules are in the
-    file's order.
+def translate_layered(file: Document) -> tuple[ResolvedConfig, tuple[LayeredLevel, ...]]:
+    """Translate the valid part of a document of the layered form.
+
+    Returns:
+        The config, whose rules are in the file's order, and the levels: the top first.
     """
+    everything = Selector("all")
+    top = _level(file, everything, ())
+    layers = [_level(file, _selector(file, path), path) for path in file.items(_ENTRIES)]
+    rules = [
+        ConfigRule(everything, _OVERALL, top.roles, top.roles_place, top.overall),
+        ConfigRule(everything, _TENSOR, fields=top.tensor),
+    ]
+    rules += [level.rule() for level in layers]
+    return config_of(file, "layered", _settings(file), rules), (top, *layers)
 
-    document: Document
-    config: ResolvedConfig
-    top: LayeredLevel
-    layers: tuple[LayeredLevel, ...]
+
+def _settings(file: Document) -> Settings:
+    """Return the global settings, with the place of each."""
+    stated: dict[str, Sourced] = {}
+    for name in _SETTINGS:
+        value = file.get(name)
+        if value is not None:
+            value = int(value) if name == "onnx_opset_version" else value
+            stated[name] = Sourced(value, file.place(name))
+    return Settings.of(stated)
 
 
-def translate_layered(document: Document, ignored: Collection[str] = ()) -> Layered:
-    """Translate a document of the layered form.
+def _selector(file: Document, path: JsonPath) -> Selector:
+    required = file.get(*path, "required") is not False
+    for key, kind in _SELECTOR_KINDS.items():
+        text = file.get(*path, key)
+        if text is not None:
+            return Selector(kind, text, file.place(*path, key), required)
+    return Selector("name", required=False)
 
-    `ignored` are pointers whose values are wrong: they are left out, so that the valid part can
-    be checked.
-    """
-    file = _Translator(document, frozenset(ignored))
-    top = file.level(Selector("all"), "overall_quantize_config", ())
-    layers = tuple(file.entries())
-    config = ResolvedConfig(
-        settings=file.settings(),
-        rules=(
-            ConfigRule(top.selector, top.label, top.roles, top.roles_place, top.overall),
-            ConfigRule(top.selector, "tensor_quantize_config", fields=top.tensor),
-            *(level.rule() for level in layers),
-        ),
-        source=document.source.name,
-        document=document.value,
-        algorithms=read_algorithms(file, "algorithms"),
-        text=document.source.text,
+
+def _level(file: Document, selector: Selector, path: JsonPath) -> LayeredLevel:
+    """Return what the file states at one path for the layers of a selector."""
+    weights = _block(file, (*path, _OVERALL))
+    # Other roles have one scale per tensor
+    others = dict(weights)
+    if "qscheme" in others and others["qscheme"].value == "per_channel":
+        del others["qscheme"]
+    overall: dict[Role, Fields] = {**dict.fromkeys(ROLES, others), "weights": weights}
+    blocks = {role: _block(file, (*path, _TENSOR, role)) for role in ROLES}
+    roles_path = (*path, "quantizable_data_type")
+    words = file.get(*roles_path)
+    roles: frozenset[Role] | None = None
+    # Where one is misspelt, the missing ones are not known
+    if words is not None and len(file.items(*roles_path)) == len(words):
+        roles = frozenset(role for role in ROLES if role in words)
+    return LayeredLevel(
+        selector=selector,
+        path=path,
+        roles=roles,
+        roles_place=None if roles is None else file.place(*roles_path),
+        overall=overall,
+        tensor={role: block for role, block in blocks.items() if block},
     )
-    return Layered(document, config, top, layers)
 
 
-class _Translator(ValidDocument):
-    """A document whose parts are read by one method each."""
-
-    def settings(self) -> Settings:
-        """Return the global settings, with the place of each."""
-        stated: JsonObject = {}
-        places: dict[str, Place] = {}
-        for name in _SETTINGS:
-            value = self.get(name)
-            if value is None:
-                continue
-            stated[name] = int(value) if name == "onnx_opset_version" else value
-            place = self.place(name)
-            if place:
-                places[name] = place
-        return Settings(**stated, places=places)
-
-    def entries(self) -> Iterator[LayeredLevel]:
-        """Yield the levels of `layer_quantize_config`."""
-        block = "layer_quantize_config"
-        for index in self.items(block):
-            path = (block, index)
-            yield self.level(self._selector(*path), f"{block}[{index}]", path)
-
-    def _selector(self, *path: str | int) -> Selector:
-        required = self.get(*path, "required") is not False
-        for key, kind in _SELECTOR_KINDS.items():
-            text = self.get(*path, key)
-            if text is not None:
-                return Selector(kind, text, self.place(*path, key), required)
-        return Selector("name", required=False)
-
-    def level(self, selector: Selector, label: str, path: JsonPath) -> LayeredLevel:
-        """Return what the file states at one path for the layers of a selector."""
-        weights = self._block(*path, "overall_quantize_config")
-        # Other roles have one scale per tensor
-        others = dict(weights)
-        if "qscheme" in others and others["qscheme"].value == "per_channel":
-            del others["qscheme"]
-        overall: dict[Role, Fields] = dict.fromkeys(ROLES, others)
-        overall["weights"] = weights
-        tensor: dict[Role, Fields] = {}
-        for role in ROLES:
-            block = self._block(*path, "tensor_quantize_config", role)
-            if block:
-                tensor[role] = block
-        roles_path = (*path, "quantizable_data_type")
-        roles = self._roles(*roles_path)
-        roles_place = None
-        if roles is not None:
-            roles_place = self.place(*roles_path)
-        return LayeredLevel(
-            selector=selector,
-            label=label,
-            pointer=path,
-            roles=roles,
-            roles_place=roles_place,
-            overall=overall,
-            tensor=tensor,
-        )
-
-    def _roles(self, *path: str | int) -> frozenset[Role] | None:
-        """Return the roles in the list at `path`; None where there is no list, or where one is
-        misspelt: then the missing ones are not known.
-        """
-        words = self.get(*path)
-        if words is None or len(self.items(*path)) < len(words):
-            return None
-        return frozenset(role for role in ROLES if role in words)
-
-    def _block(self, *path: str | int) -> dict[str, Sourced]:
-        block: dict[str, Sourced] = {}
-        for word, name in FIELDS.items():
-            value = self.get(*path, word)
-            if value is None:
-                continue
-            if name == "qscheme":
-                value = "per_channel" if value else "per_tensor"
-            elif name == "bit_width":
-                value = int(value)
-            elif name == "percentage":
-                value = float(value)
-            block[name] = Sourced(value, self.place(*path, word))
-        return block
+def _block(file: Document, path: JsonPath) -> dict[str, Sourced]:
+    block: dict[str, Sourced] = {}
+    for word, name in FIELDS.items():
+        value = file.get(*path, word)
+        if value is None:
+            continue
+        if name == "qscheme":
+            value = "per_channel" if value else "per_tensor"
+        elif name == "bit_width":
+            value = int(value)
+        elif name == "percentage":
+            value = float(value)
+        block[name] = Sourced(value, file.place(*path, word))
+    return block

@@ -1,19 +1,23 @@
-"""Change one setting of a config's document at every level that states it, in the file's own
-form, and list the changes in it. Documents have the words of `Config.document`, in which other
-spellings are replaced.
+"""Change a config's document in the file's own form: one setting at every level that states it,
+or entries of single layers, and list the changes in it. Documents have the words of
+`Config.document`, in which other spellings are replaced.
 """
 
 import copy
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from itertools import takewhile
 from typing import Any
 
 from quantizer.config.algorithms import ALGORITHMS, finds_codes
 from quantizer.config.forms.form import ALGORITHM_LISTS, form_of
-from quantizer.config.forms.hierarchical_spec import OBSERVER_METHODS
+from quantizer.config.forms.hierarchical_spec import OBSERVER_METHODS, usual_symmetric_scale
+from quantizer.config.forms.layered import FIELDS, OPTIONAL
+from quantizer.config.forms.types import INTEGERS, dtype_word, integer_word
 from quantizer.config.json_types import JsonMapping, JsonObject
-from quantizer.config.model import CAST_ONLY, ROLES, Role
+from quantizer.config.model import CAST_ONLY, POOLED, ROLES, QuantizationSpec, Role
 from quantizer.config.roles import KEY_OF, ROLE_OF
 from quantizer.errors import UsageError
+from quantizer.tables import RANGE_METHODS
 
 _WEIGHTS: tuple[Role, ...] = ("weights",)
 _EQUALIZATION = "cle"
@@ -22,6 +26,9 @@ _CHANGES_KEY = "// quantizer tune"
 _OPTION_KEY = "// calibrate with"
 _AFTER = ("$schema", "//")
 """The keys that stay before the comments."""
+
+
+_LayerSpecs = Mapping[Role, QuantizationSpec]
 
 
 def is_stated(document: JsonMapping, word: str) -> bool:
@@ -81,12 +88,7 @@ def with_channels(document: JsonMapping) -> JsonObject:
 
 def group_sizes(document: JsonMapping) -> list[int]:
     """Return the sizes of groups of weights that a document states, the largest first."""
-    if form_of(document) == "layered":
-        return []
-    sizes = set()
-    for spec in _stated_specs(document, _WEIGHTS):
-        size = _group_size(spec)
-        sizes.add(size)
+    sizes = {_group_size(spec) for spec in _stated_specs(document, _WEIGHTS)}
     return sorted(sizes - {0}, reverse=True)
 
 
@@ -145,19 +147,14 @@ def with_algorithm(document: JsonMapping, entry: JsonMapping) -> JsonObject:
     key = "algorithms"
     if form_of(changed) == "hierarchical":
         key = ALGORITHM_LISTS[int(finds_codes(kind))]
+    rounds = kind.stage == "round"
     remaining = []
     for other in _entries(changed, key):
         other_kind = ALGORITHMS.get(other.get("name", ""))
-        is_replaced = other_kind is kind
-        if other_kind is not None and kind.stage == "round":
-            is_replaced |= other_kind.stage == "round"
-        if not is_replaced:
+        both_round = rounds and other_kind is not None and other_kind.stage == "round"
+        if other_kind is not kind and not both_round:
             remaining.append(other)
-    new = copy.deepcopy(dict(entry))
-    if kind.stage == "round":
-        remaining.append(new)
-    else:
-        remaining.insert(0, new)
+    remaining.insert(len(remaining) if rounds else 0, copy.deepcopy(dict(entry)))
     _set_entries(changed, key, remaining)
     return changed
 
@@ -176,16 +173,9 @@ def with_tuning_comments(
         comments[_CHANGES_KEY] = [*earlier, *changes]
     if fast_finetune is not None:
         comments[_OPTION_KEY] = f"--fast_finetune {fast_finetune}"
-    before: JsonObject = {}
-    after: JsonObject = {}
-    for key, value in document.items():
-        if key in (_CHANGES_KEY, _OPTION_KEY):
-            continue
-        if key in _AFTER and not after:
-            before[key] = value
-        else:
-            after[key] = value
-    return {**before, **comments, **after}
+    rest = {key: document[key] for key in document if key not in (_CHANGES_KEY, _OPTION_KEY)}
+    before = takewhile(lambda key: key in _AFTER, rest)
+    return {**{key: rest[key] for key in before}, **comments, **rest}
 
 
 def _entries(document: JsonMapping, key: str) -> list[JsonObject]:
@@ -197,9 +187,7 @@ def _entries(document: JsonMapping, key: str) -> list[JsonObject]:
 def _set_entries(document: JsonObject, key: str, entries: list[JsonObject]) -> None:
     """Set the algorithms of a list; in the hierarchical form, a single one has no list."""
     is_single = len(entries) == 1 and key != "algorithms"
-    document[key] = entries
-    if is_single:
-        document[key] = entries[0]
+    document[key] = entries[0] if is_single else entries
 
 
 def _layered_blocks(
@@ -252,10 +240,9 @@ def _stated_specs(document: JsonMapping, roles: Collection[Role]) -> Iterator[Js
 
     The specs are parts of the document, so that callers can change them in it.
     """
-    keys = [KEY_OF[role] for role in roles]
     for level in _levels(document):
-        for key in keys:
-            spec = level.get(key)
+        for role in roles:
+            spec = level.get(KEY_OF[role])
             if isinstance(spec, dict) and _scheme(spec) is not None:
                 yield spec
 
@@ -280,16 +267,156 @@ def _scheme(spec: JsonMapping) -> str | None:
     if spec.get("is_dynamic") or spec.get("dtype") in CAST_ONLY:
         return None
     scheme: str | None = spec.get("qscheme")
-    observer = str(spec.get("observer_cls"))
-    if scheme is None and observer in OBSERVER_METHODS:
-        _, schemes = OBSERVER_METHODS[observer]
-        scheme = schemes[0]
-    return scheme
+    _, schemes = OBSERVER_METHODS.get(str(spec.get("observer_cls")), ("", (None,)))
+    return scheme or schemes[0]
 
 
 def _observer(method: str, scheme: str | None) -> str | None:
     """Return the observer of a method for a granularity; None if there is none."""
-    for name, (other, schemes) in OBSERVER_METHODS.items():
-        if other == method and scheme in schemes:
-            return name
-    return None
+    observers = RANGE_METHODS[method].observers.items()
+    return next((name for name, row in observers if scheme in row.schemes), None)
+
+
+def with_float(document: JsonMapping, layers: Collection[str]) -> JsonObject:
+    """Return the document with these layers in float: an empty list of types in the layered
+    form, `exclude` in the other.
+    """
+    if layers and form_of(document) == "layered":
+        entry = {
+            "quantizable_data_type": [],
+            # An entry must have these two, though nothing reads them
+            "overall_quantize_config": {"datatype": "float32"},
+            "tensor_quantize_config": {},
+        }
+        return with_entries(document, dict.fromkeys(layers, entry))
+    changed = copy.deepcopy(dict(document))
+    excluded = changed.get("exclude") or []
+    added = [name for name in layers if name not in excluded]
+    if added:
+        changed["exclude"] = [*excluded, *added]
+    return changed
+
+
+def with_layer_entries(document: JsonMapping, layers: Mapping[str, _LayerSpecs]) -> JsonObject:
+    """Return the document with an entry for each of `layers`. Comments ("//" keys) stay.
+
+    The layered form needs complete entries, so there the other tensors are repeated; in the
+    hierarchical form an entry states the weights' dtype alone.
+
+    Args:
+        document: the parsed file.
+        layers: for each layer the new spec of "weights", and the specs of its other quantized
+            tensors.
+
+    Raises:
+        UsageError: the form has no word for a width.
+    """
+    if layers and form_of(document) == "layered":
+        entries = {name: specified(document, specs) for name, specs in layers.items()}
+        return with_entries(document, entries)
+    changed = copy.deepcopy(dict(document))
+    for name, specs in layers.items():
+        named = changed.setdefault("layer_quant_config", {})
+        # Of equally specific entries the last one holds, so it is moved to the end
+        level = named.pop(name, {})
+        level["weight"] = _weight(level.get("weight") or {}, specs["weights"])
+        named[name] = level
+    return changed
+
+
+def _weight(stated: JsonMapping, spec: QuantizationSpec) -> JsonObject:
+    """Return what a level states of a weight, with the dtype of `spec`."""
+    if spec.dtype in CAST_ONLY:
+        return {"dtype": spec.dtype}
+    word = dtype_word(spec)
+    if word is None:
+        known = ", ".join(INTEGERS)
+        raise UsageError(
+            f"the hierarchical form has no dtype {integer_word(spec)}",
+            help=f"it has {known}: change <--choices>",
+        )
+    changed = {**stated, "dtype": word, "symmetric": spec.symmetric}
+    if spec.symmetric_scale != usual_symmetric_scale(spec):
+        changed["symmetric_scale"] = spec.symmetric_scale
+    return changed
+
+
+def with_entries(document: JsonMapping, entries: Mapping[str, JsonMapping]) -> JsonObject:
+    """Return a copy of the document with these layer entries, by the name of their layer.
+
+    They replace entries of the same names, whose comments ("//" keys) stay, and come after
+    all others.
+    """
+    changed = copy.deepcopy(dict(document))
+    before: list[JsonObject] = changed.get("layer_quantize_config") or []
+    layer_entries = [old for old in before if old.get("layer_name") not in entries]
+    for name, new in entries.items():
+        old = next((old for old in before if old.get("layer_name") == name), {})
+        comments = {key: value for key, value in old.items() if key.startswith("//")}
+        selector = {"layer_type": None, "layer_name": name}
+        layer_entries.append({**comments, **selector, **copy.deepcopy(dict(new))})
+    return changed | {"layer_quantize_config": layer_entries}
+
+
+def specified(document: JsonMapping, specs: _LayerSpecs) -> JsonObject:
+    """Return what an entry of this document states to give a layer's tensors these specs,
+    with any values in wider blocks.
+    """
+    explicit = {"datatype"}
+    if is_stated(document, "symmetric_scale"):
+        explicit.add("symmetric_scale")
+    return entry({}, specs, explicit)
+
+
+def entry(
+    selector: JsonMapping,
+    specs: Mapping[Role, QuantizationSpec],
+    explicit: Collection[str] = (),
+) -> JsonObject:
+    """Return a complete layer entry: an overall block, and what differs from it for single
+    roles; `explicit` as in `parameters`.
+    """
+    roles = [role for role in ROLES if role in specs]
+    by_role = {role: parameters(specs[role], explicit) for role in roles}
+    blocks = [*by_role.values()]
+    overall = next((block for block in blocks if "bit_width" in block), blocks[0]).copy()
+    # The roles that read these words state them themselves
+    for word in OPTIONAL:
+        overall.pop(word, None)
+    if "per_channel" in overall:
+        overall["per_channel"] = False
+    tensors: JsonObject = {}
+    for role, block in by_role.items():
+        words = [word for word in block if overall.get(word) != block[word]]
+        if words:
+            tensors[role] = {word: block[word] for word in words}
+    return {
+        **selector,
+        "quantizable_data_type": roles,
+        "overall_quantize_config": overall,
+        "tensor_quantize_config": tensors,
+    }
+
+
+def parameters(spec: QuantizationSpec, explicit: Collection[str] = ()) -> JsonObject:
+    """Return a complete block that means the same as a spec of integers, or one without a
+    scale.
+
+    `explicit` are the words, of "datatype" and "symmetric_scale", that it states even with
+    their default, as another block may state something else.
+    """
+    if spec.dtype in CAST_ONLY:
+        return {"datatype": spec.dtype}
+    values = spec.to_json()
+    values["qscheme"] = spec.qscheme == "per_channel"
+    if spec.statistic == POOLED:
+        values["statistic"] = "max"
+    block = {word: values[name] for word, name in FIELDS.items()}
+    if "datatype" not in explicit:
+        del block["datatype"]
+    if spec.method != "percentile":
+        del block["percentage"]
+    is_usual = spec.symmetric_scale == "quant_max" and "symmetric_scale" not in explicit
+    if is_usual or not spec.has_symmetric_scale:
+        del block["symmetric_scale"]
+    return block

@@ -152,21 +152,17 @@ def _decided_elsewhere(algorithm: Algorithm, weights: Fields) -> Diagnostics:
             actual = -1
         if stated.value == actual:
             continue
-        text = (
-            f"{key} {quoted(stated.value)} is not what the weights' specification says: "
-            "it decides"
-        )
         source = weights.get(name, Sourced(None))
-        if actual == -1 and "qscheme" in weights:
-            source = weights["qscheme"]
-        remark = f"here it is {quoted(actual)}"
+        if actual == -1:
+            source = weights.get("qscheme", source)
         yield Diagnostic(
             "QZ127",
-            text,
+            f"{key} {quoted(stated.value)} is not what the weights' specification says: "
+            "it decides",
             stated.place,
             "warning",
             help="remove the key",
-            related=related_to(source.place, remark),
+            related=related_to(source.place, f"here it is {quoted(actual)}"),
         )
 
 
@@ -208,10 +204,10 @@ def _for_nothing(algorithm: Algorithm, config: ResolvedConfig) -> Diagnostics:
     """Warn of weights made harder to round for the sake of activations that stay float."""
     if not algorithm.kind.eases_activations:
         return
-    for key, setting in settings_of(algorithm.kind).items():
-        is_number = isinstance(algorithm.value(key), (int, float))
-        if setting.is_searched and not is_number:
-            return
+    settings = settings_of(algorithm.kind).items()
+    searched = [algorithm.value(key) for key, setting in settings if setting.is_searched]
+    if not all(isinstance(value, (int, float)) for value in searched):
+        return
     if _quantizes(config, "input") or _quantizes(config, "activation"):
         return
     yield Diagnostic(
@@ -245,10 +241,8 @@ def _quantizes(config: ResolvedConfig, role: Role) -> bool:
 
 def _has_groups(config: ResolvedConfig) -> bool:
     """Return whether some rule puts weights into groups."""
-    for rule in config.rules:
-        if _value(rule.fields.get("weights", {}), "qscheme") == "per_group":
-            return True
-    return False
+    stated = [rule.fields.get("weights", {}) for rule in config.rules]
+    return any(_value(fields, "qscheme") == "per_group" for fields in stated)
 
 
 def _everywhere(config: ResolvedConfig, role: Role) -> dict[str, Sourced]:

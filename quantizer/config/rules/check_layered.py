@@ -2,14 +2,21 @@
 reads.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
 from quantizer.config.diagnostics import Diagnostic, Diagnostics, Place, related_to
-from quantizer.config.document.document import pointer_to
-from quantizer.config.forms.layered import OPTIONAL, Layered, LayeredLevel
-from quantizer.config.model import Fields, QuantizationSpec, Role, Settings, Sourced
+from quantizer.config.document.document import Document
+from quantizer.config.forms.layered import OPTIONAL, LayeredLevel
+from quantizer.config.model import (
+    Fields,
+    QuantizationSpec,
+    ResolvedConfig,
+    Role,
+    Settings,
+    Sourced,
+)
 from quantizer.config.rules.spec_rules import Conflict, conflicts
 
 _DPU_ONLY = frozenset({"change_concat_input_fix", "change_pool_input_fix"})
@@ -19,26 +26,29 @@ _LEAST_PERCENTAGE = 50
 """A smaller percentage is most likely a slip."""
 
 
-def check_layered(layered: Layered) -> Diagnostics:
-    """Yield the findings on the valid part of a file."""
-    scopes = list(_scopes(layered))
-    settings = layered.config.settings
+def check_layered(
+    file: Document, config: ResolvedConfig, levels: Sequence[LayeredLevel]
+) -> Diagnostics:
+    """Yield the findings on the valid part of a file, whose config and levels these are."""
+    top, *layers = levels
+    scopes = [_Scope(role, top.blocks(role)) for role in top.quantized]
+    for level in layers:
+        for role in level.quantized:
+            scopes.append(_Scope(role, (*top.blocks(role), *level.blocks(role))))
+    settings = config.settings
     device_place = settings.places.get("target_device")
     device = settings.target_device if device_place else ""
     for scope in scopes:
         for conflict in conflicts(scope.spec, scope.role, device):
             yield from _conflict(conflict, scope.merged, device_place)
-        for block, dtype in inherits_float(scope.blocks):
-            finding = refused_under_float(block, dtype)
-            if finding:
-                yield finding
+        yield from refused_under_float(scope.blocks)
         yield from _small_percentage(scope)
     yield from _dpu_only(settings)
-    yield from _unused(layered, scopes)
-    for level in (layered.top, *layered.layers):
+    yield from _unused(levels, scopes)
+    for level in levels:
         yield from _overall_per_channel(level)
-        yield from _unlisted(layered, level)
-    yield from _repeated(layered.layers)
+        yield from _unlisted(file, level, levels if level is top else [level])
+    yield from _repeated(layers)
 
 
 @dataclass(frozen=True)
@@ -76,15 +86,6 @@ class _Scope:
         return True
 
 
-def _scopes(layered: Layered) -> Iterator[_Scope]:
-    top = layered.top
-    for role in top.quantized:
-        yield _Scope(role, top.blocks(role))
-    for level in layered.layers:
-        for role in level.quantized:
-            yield _Scope(role, (*top.blocks(role), *level.blocks(role)))
-
-
 def _conflict(
     conflict: Conflict, merged: Mapping[str, Sourced], device: Place | None
 ) -> Diagnostics:
@@ -109,35 +110,30 @@ def _conflict(
     yield finding
 
 
-def inherits_float(blocks: Sequence[Fields]) -> Iterator[tuple[Fields, Sourced]]:
-    """Yield the blocks that inherit a floating-point datatype from a wider one, and that
-    datatype; the widest comes first.
+def _inheriting_float(blocks: Sequence[Fields]) -> tuple[Sequence[Fields], Sourced]:
+    """Return the blocks that inherit a floating-point datatype from a wider one, the widest
+    first, and that datatype.
     """
-    narrower: list[Fields] = []
-    for block in reversed(blocks):
-        if "dtype" in block:
-            dtype = block["dtype"]
-            if dtype.value != "int":
-                for narrower_block in reversed(narrower):
-                    yield narrower_block, dtype
-            return
-        narrower.append(block)
+    stating = [index for index, block in enumerate(blocks) if "dtype" in block]
+    dtype = blocks[stating[-1]]["dtype"] if stating else Sourced("int")
+    return () if dtype.value == "int" else blocks[stating[-1] + 1 :], dtype
 
 
-def refused_under_float(block: Fields, dtype: Sourced) -> Diagnostic | None:
-    """Return the finding for a block's parameters that an inherited floating-point datatype
-    makes dead, if it has any.
+def refused_under_float(blocks: Sequence[Fields]) -> Diagnostics:
+    """Yield a finding for each block with parameters that an inherited floating-point datatype
+    makes dead; the widest block is the first.
     """
-    places = [sourced.place for sourced in block.values() if sourced.place]
-    if not places or not dtype.place:
-        return None
-    return Diagnostic(
-        "QZ306",
-        f"these parameters would have no effect: the datatype is {dtype.value}",
-        min(places),
-        help='write "datatype": "int" next to them, or remove them',
-        related=related_to(dtype.place, "inherited from here"),
-    )
+    inheriting, dtype = _inheriting_float(blocks)
+    for block in inheriting:
+        places = [sourced.place for sourced in block.values() if sourced.place]
+        if places and dtype.place:
+            yield Diagnostic(
+                "QZ306",
+                f"these parameters would have no effect: the datatype is {dtype.value}",
+                min(places),
+                help='write "datatype": "int" next to them, or remove them',
+                related=related_to(dtype.place, "inherited from here"),
+            )
 
 
 def _small_percentage(scope: _Scope) -> Diagnostics:
@@ -176,7 +172,7 @@ def _dpu_only(settings: Settings) -> Diagnostics:
             )
 
 
-def _unused(layered: Layered, scopes: list[_Scope]) -> Diagnostics:
+def _unused(levels: Sequence[LayeredLevel], scopes: Sequence[_Scope]) -> Diagnostics:
     """Yield a finding for each block with parameters that no spec reads. An overall block has
     to be complete, read or not.
     """
@@ -186,9 +182,10 @@ def _unused(layered: Layered, scopes: list[_Scope]) -> Diagnostics:
             if scope.reads(name):
                 used.add(sourced.place)
         # These are refused
-        for block, _ in inherits_float(scope.blocks):
+        inheriting, _ = _inheriting_float(scope.blocks)
+        for block in inheriting:
             used.update(sourced.place for sourced in block.values())
-    for level in (layered.top, *layered.layers):
+    for level in levels:
         yield from _unused_in(level.overall["weights"], used, is_complete=True)
         for role, block in level.tensor.items():
             if role in level.quantized:
@@ -226,25 +223,22 @@ def _overall_per_channel(level: LayeredLevel) -> Diagnostics:
         )
 
 
-def _unlisted(layered: Layered, level: LayeredLevel) -> Diagnostics:
-    """Yield the tensor blocks for roles that are not quantized; at the top a layer entry may
-    still quantize them.
+def _unlisted(
+    file: Document, level: LayeredLevel, readers: Iterable[LayeredLevel]
+) -> Diagnostics:
+    """Yield the tensor blocks of a level for roles that none of its readers quantizes: itself,
+    and those of the top any layer entry.
     """
-    levels = [level] if level.pointer else [level, *layered.layers]
-    quantized: set[Role] = set()
-    for other in levels:
-        quantized.update(other.quantized)
+    quantized = {role for reader in readers for role in reader.quantized}
     for role in level.tensor:
-        if role in quantized:
-            continue
-        pointer = pointer_to(*level.pointer, "tensor_quantize_config", role)
-        yield Diagnostic(
-            "QZ108",
-            f"{role} is not quantized, so nothing reads these parameters",
-            layered.document.place(pointer, key=True),
-            help=f'add "{role}" to quantizable_data_type, or remove the block',
-            related=related_to(level.roles_place, "not listed here"),
-        )
+        if role not in quantized:
+            yield Diagnostic(
+                "QZ108",
+                f"{role} is not quantized, so nothing reads these parameters",
+                file.place(*level.path, "tensor_quantize_config", role, key=True),
+                help=f'add "{role}" to quantizable_data_type, or remove the block',
+                related=related_to(level.roles_place, "not listed here"),
+            )
 
 
 def _repeated(levels: Iterable[LayeredLevel]) -> Diagnostics:
@@ -254,9 +248,8 @@ def _repeated(levels: Iterable[LayeredLevel]) -> Diagnostics:
         selector = level.selector
         key = (selector.kind, selector.text)
         earlier = first.get(key)
-        if key not in first:
-            first[key] = selector.place
-        elif selector.place and earlier:
+        first.setdefault(key, selector.place)
+        if selector.place and earlier:
             yield Diagnostic(
                 "QZ109",
                 f'this is a second entry for "{selector.text[:60]}", which overrides the '

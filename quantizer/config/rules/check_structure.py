@@ -1,4 +1,5 @@
-"""Check a file against its schema: types, options, unknown and missing keys.
+"""Check a file against its schema: types, options, unknown and missing keys, and the plug-ins
+that it needs.
 
 The conflict rules in the schema are for editors. `check_layered` checks them on merged specs.
 """
@@ -8,14 +9,22 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from functools import cache
-from itertools import chain
+from itertools import chain, islice
 from typing import TYPE_CHECKING, Any
 
 from quantizer.config.algorithm_schema import form_schema
 from quantizer.config.algorithms import entry_kinds
-from quantizer.config.diagnostics import Diagnostic
+from quantizer.config.diagnostics import Diagnostic, Diagnostics, Place
 from quantizer.config.document.document import Document
-from quantizer.config.forms.form import Form, form_of
+from quantizer.config.forms.algorithm_words import read_names
+from quantizer.config.forms.form import (
+    ALGORITHM_LISTS,
+    Form,
+    form_of,
+    plugin_of_algorithm,
+    plugin_of_setting,
+    remedy,
+)
 
 if TYPE_CHECKING:
     from jsonschema.exceptions import ValidationError
@@ -39,15 +48,11 @@ def check_structure(document: Document) -> list[Diagnostic]:
     from quantizer.config.rules.structure_findings import explained
 
     first: dict[tuple[str, str], Diagnostic] = {}
-    count = 0
-    for error in chain([first_error], errors):
-        for finding in explained(document, error):
-            count += 1
-            if count > MAX_FINDINGS:
-                return list(first.values())
-            family = finding.code if finding.code in ("QZ102", "QZ105") else "value"
-            if finding.place is not None:
-                first.setdefault((finding.place.pointer, family), finding)
+    explanations = (explained(document, error) for error in chain([first_error], errors))
+    for finding in islice(chain.from_iterable(explanations), MAX_FINDINGS):
+        family = finding.code if finding.code in ("QZ102", "QZ105") else "value"
+        if finding.place is not None:
+            first.setdefault((finding.place.pointer, family), finding)
     return list(first.values())
 
 
@@ -80,3 +85,20 @@ def _unique_items(
         if text in seen:
             yield ValidationError("repeated", instance=item, path=(index,))
         seen.add(text)
+
+
+def check_present(document: Document) -> Diagnostics:
+    """Yield an error for each setting that is on and each algorithm without its plug-in."""
+    for key, value in document.value.items():
+        plugin = plugin_of_setting(key) if value is True else ""
+        if plugin:
+            yield _missing(key, plugin, document.place(key), "set it to false")
+    for name, place in read_names(document, "algorithms", *ALGORITHM_LISTS):
+        plugin = plugin_of_algorithm(name)
+        if plugin:
+            yield _missing(name, plugin, place, "remove it")
+
+
+def _missing(word: str, plugin: str, place: Place | None, otherwise: str) -> Diagnostic:
+    text = f"{word} needs the plug-in {plugin}, which is not there"
+    return Diagnostic("QZ118", text, place, help=f"{otherwise}, or {remedy(plugin)}")

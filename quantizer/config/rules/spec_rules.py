@@ -1,17 +1,17 @@
-"""Check one spec for device restrictions and conflicts: the rules are rows of
-schemas/quantization_spec.schema.json.
+"""Decide which fields of a spec have an effect, and check one spec for device restrictions and
+conflicts: the rules are rows of schemas/quantization_spec.schema.json.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, lru_cache
 from typing import TYPE_CHECKING
 
 from quantizer.config.diagnostics import Diagnostic, Place, Severity
 from quantizer.config.json_types import JsonMapping
-from quantizer.config.model import QuantizationSpec, Role
+from quantizer.config.model import CAST_ONLY, QuantizationSpec, Role, Sourced
 from quantizer.config.resources import load_resource
 
 if TYPE_CHECKING:
@@ -127,3 +127,45 @@ def _conflict(rule: JsonMapping, message: str, form: str) -> Conflict:
         severity=severity,
         on_device=severity == "error" and "target_device" in names and "beside" not in rule,
     )
+
+
+def effective(spec: QuantizationSpec) -> QuantizationSpec:
+    """Return the spec with defaults for the fields that nothing reads: equal results give equal
+    codes.
+
+    >>> effective(QuantizationSpec(percentage=99)) == QuantizationSpec()
+    True
+    """
+    if not spec.is_scaled:
+        return QuantizationSpec(spec.dtype)
+    if not spec.has_signed_codes:
+        spec = replace(spec, signed=False, narrow_range=False)
+    if spec.method != "percentile":
+        spec = replace(spec, percentage=QuantizationSpec.percentage)
+    if not spec.has_symmetric_scale:
+        spec = replace(spec, symmetric_scale=QuantizationSpec.symmetric_scale)
+    return spec
+
+
+def is_foreign(dtype: str | None, other: str | None) -> bool:
+    """Return whether one of two dtypes of `QuantizationSpec` is an integer format and the other
+    a scaled floating-point format.
+
+    >>> is_foreign("int", "fp8_e4m3")
+    True
+    >>> is_foreign("fp4", "fp8_e4m3"), is_foreign("int", "float16")
+    (False, False)
+    """
+    scaled = {dtype, other} - CAST_ONLY - {None}
+    return len(scaled) == 2 and "int" in scaled
+
+
+def other_weight_axis(axis: Sourced, role: Role) -> Sourced | None:
+    """Return the other one of a weight's first two axes.
+
+    Groups of a channel run along the other axis than the channels. Return None for other axes
+    and roles, of which it is not known.
+    """
+    if role != "weights" or axis.value not in (0, 1):
+        return None
+    return Sourced(1 - axis.value, axis.place)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from quantizer.config.dynamic_sizes import AXES
+from quantizer.config.run_options import AXES
 
 if TYPE_CHECKING:
     from torch.export import ExportedProgram

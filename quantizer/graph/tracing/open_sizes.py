@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from quantizer.config.dynamic_sizes import AXES
+from quantizer.config.run_options import AXES
 from quantizer.errors import ModelError
 from quantizer.graph.tracing.lengths import Length, axes_of_symbols, open_lengths, upper_bound
 from quantizer.graph.tracing.size_guards import Guard, GuardedTrace

@@ -18,7 +18,7 @@ from torch.fx import config as fx_config
 from torch.fx._lazy_graph_module import _use_lazy_graph_module
 from torch.utils import _pytree as pytree
 
-from quantizer.config.dynamic_sizes import AXES
+from quantizer.config.run_options import AXES
 from quantizer.config.wording import listed, with_article
 from quantizer.default_device import default_device_of_user
 from quantizer.errors import ModelError, SameForAllExamplesError

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from quantizer.config.document.document import value_at
-from quantizer.config.forms.layer_entries import specified, with_entries
+from quantizer.config.forms.level_edits import specified, with_entries
 from quantizer.config.json_types import JsonObject
 from quantizer.config.model import ROLES, QuantizationSpec, Role
 from quantizer.config.roles import base_role

@@ -11,8 +11,7 @@ from dataclasses import dataclass, field, replace
 from quantizer.config.diagnostics import Diagnostic
 from quantizer.config.document.document import Document, value_at
 from quantizer.config.forms.hierarchical_spec import specification, usual_symmetric_scale
-from quantizer.config.forms.layer_entries import with_float
-from quantizer.config.forms.level_edits import is_stated
+from quantizer.config.forms.level_edits import is_stated, with_float
 from quantizer.config.json_types import JsonObject, JsonPath
 from quantizer.config.load import check_document
 from quantizer.config.model import QuantizationSpec, ResolvedConfig

@@ -1,4 +1,6 @@
-"""Implement `--dpu_accuracy high`: everything that makes a network on the DPU more accurate.
+"""The options of a run that both surfaces check in the same way: the sizes of inputs that
+`--dynamic` leaves open, and `--dpu_accuracy high`, everything that makes a network on the DPU
+more accurate.
 
 The DPU has one power-of-two scale per tensor, so a layer whose channels differ in range loses
 most of its weights. Equalization makes the channels alike, finetuning learns the rounding, bias
@@ -9,14 +11,40 @@ Post-Training Quantization" (2020).
 
 from dataclasses import replace
 
-from quantizer.config.absent import plugin_of_results, plugin_of_setting, remedy
+from quantizer.config.forms.form import plugin_of_results, plugin_of_setting, remedy
 from quantizer.config.model import ResolvedConfig
 from quantizer.errors import ResultError, UsageError
+
+AXES = {"height": (4, 2), "width": (4, 3), "length": (3, 2)}
+"""By the name of a size: the number of axes of the inputs that have it, and its axis. Images
+are [batch, channels, height, width], sounds [batch, channels, length].
+"""
+SIZE_CHOICES = ("height,width", "height", "width", "length")
+"""The values of `--dynamic`, that of the option alone first."""
 
 LEVELS = ("high",)
 FINETUNE_MODES = ("adaround", "adaquant")
 """The values of `--fast_finetune`, that of the level first."""
 _SWITCHES = ("include_cle", "include_bias_corr")
+
+
+def dynamic_sizes(value: str | None) -> tuple[str, ...]:
+    """Return the names of the sizes that a value of `--dynamic` leaves open.
+
+    Raises:
+        UsageError: there is no such value.
+
+    >>> dynamic_sizes("height,width"), dynamic_sizes(None)
+    (('height', 'width'), ())
+    """
+    if value is None:
+        return ()
+    if value not in SIZE_CHOICES:
+        raise UsageError(
+            f"dynamic={value!r} is not a size",
+            help=f"it is {', '.join(map(repr, SIZE_CHOICES))} or None",
+        )
+    return tuple(value.split(","))
 
 
 def with_dpu_accuracy(config: ResolvedConfig, level: str | None) -> ResolvedConfig:
