@@ -7,11 +7,11 @@ from typing import Any
 
 import click
 
+from quantizer.cli import session
 from quantizer.cli.arguments.options import Options
-from quantizer.cli.opening import session
-from quantizer.cli.opening.traced_model import traced_model
 from quantizer.cli.terminal.render import say
 from quantizer.cli.terminal.screen import notes_on_stderr
+from quantizer.cli.traced_model import traced_model
 from quantizer.config.document.document import Document, pointer_to
 from quantizer.config.document.read import read_document
 from quantizer.config.forms.hierarchical_spec import FIELDS_OF_KEYS, specification

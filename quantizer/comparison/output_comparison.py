@@ -13,8 +13,7 @@ from torch import Tensor
 
 from quantizer.comparison.extents import ChannelExtents
 from quantizer.comparison.output_figures import OutputFigures, PartFigures, RowCounts
-from quantizer.comparison.sample_noise import together
-from quantizer.comparison.sample_rows import SampleFinder, SampleRows
+from quantizer.comparison.samples import SampleFinder, SampleRows, together
 from quantizer.errors import ModelError
 from quantizer.graph.channels.label_replay import Seen, SeenOutput
 from quantizer.graph.channels.output_parts import (

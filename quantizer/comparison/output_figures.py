@@ -23,8 +23,13 @@ from quantizer.comparison.extents import (
     varying_noise,
 )
 from quantizer.comparison.noise import Moments, Noise
-from quantizer.comparison.sample_noise import BELOW_DB, SampleFigures, SampleNoise, sample_json
-from quantizer.comparison.sample_rows import SampleRows
+from quantizer.comparison.samples import (
+    BELOW_DB,
+    SampleFigures,
+    SampleNoise,
+    SampleRows,
+    sample_json,
+)
 from quantizer.errors import DataError
 from quantizer.graph.channels.output_parts import Output
 from quantizer.numerics.metrics import Energies

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from quantizer.comparison.output_figures import RowCounts
-from quantizer.comparison.sample_rows import SampleRows
+from quantizer.comparison.samples import SampleRows
 from quantizer.graph.channels.label_replay import Seen, SeenOutput
 from quantizer.graph.channels.row_order import RowOrder, places_of_rows
 

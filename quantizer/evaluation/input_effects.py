@@ -11,7 +11,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from quantizer.comparison.channel_noise import (
+from quantizer.comparison.extents import (
     MAX_LOST,
     MIN_EFFECT,
     ChannelNoise,

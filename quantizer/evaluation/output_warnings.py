@@ -9,7 +9,7 @@ from itertools import islice
 
 from quantizer.comparison.noise import Noise
 from quantizer.comparison.output_figures import OutputFigures, PartFigures, leaves, worst
-from quantizer.comparison.sample_noise import BELOW_DB, worst_words
+from quantizer.comparison.samples import BELOW_DB, worst_words
 from quantizer.config.wording import counted, first_names, named_output
 from quantizer.evaluation.network_comparison import LayerNoise, NetworkComparison, Networks
 from quantizer.evaluation.pass_loss import PassLoss

@@ -13,7 +13,7 @@ from torch import nn
 
 from quantizer.calibration.events import Events, RunStage
 from quantizer.comparison.output_figures import POOLED_FIGURE, WORST_SAMPLES
-from quantizer.comparison.sample_noise import BELOW_DB
+from quantizer.comparison.samples import BELOW_DB
 from quantizer.config.json_types import JsonMapping
 from quantizer.config.wording import quoted
 from quantizer.distributed import ALONE, Ranks

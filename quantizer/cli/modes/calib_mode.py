@@ -13,12 +13,11 @@ from quantizer.calibration import memory_prediction
 from quantizer.calibration.events import Events, ForkedEvents
 from quantizer.calibration.request import CalibrationRequest, CalibrationState
 from quantizer.calibration.target import TracedTarget
+from quantizer.cli import session
 from quantizer.cli.arguments.options import Options
 from quantizer.cli.arguments.places import from_start
-from quantizer.cli.arguments.reproduction import remember, words_of
 from quantizer.cli.modes import torchrun
-from quantizer.cli.opening import session
-from quantizer.cli.opening.run_folder import log_run
+from quantizer.cli.run_folder import log_run, remember, words_of
 from quantizer.cli.terminal.follow import run_display
 from quantizer.cli.terminal.output import Outcome, show_layers, table_view
 from quantizer.config.diagnostics import pointing_into

@@ -257,13 +257,14 @@ def about_networks(gates: Iterable[Gate], targets: Iterable[str]) -> list[Gate]:
     return [gate for gate in gates if gate.metric not in of_files]
 
 
+def held_gates(gates: Iterable[Gate], metrics: Mapping[str, float]) -> dict[str, bool]:
+    """Return whether each gate holds, by its text, of those about `metrics`."""
+    return {gate.text: gate.holds(metrics) for gate in gates if gate.metric in metrics}
+
+
 def failed_gates(gates: Iterable[Gate], metrics: Mapping[str, float]) -> list[str]:
     """Return the gates that do not hold, of those about `metrics`."""
-    texts = []
-    for gate in gates:
-        if gate.metric in metrics and not gate.holds(metrics):
-            texts.append(gate.text)
-    return texts
+    return [text for text, holds in held_gates(gates, metrics).items() if not holds]
 
 
 def met_gate_lines(gates: Iterable[Gate], metrics: Mapping[str, float]) -> list[str]:

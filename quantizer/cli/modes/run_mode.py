@@ -19,7 +19,6 @@ from quantizer.cli.modes.gates import (
     require_known,
 )
 from quantizer.cli.terminal import output, process
-from quantizer.cli.terminal.annotations import annotate, append_summary
 from quantizer.cli.terminal.output import Outcome
 from quantizer.cli.terminal.screen import notes_on_stderr
 from quantizer.distributed import Ranks, require_alike
@@ -90,7 +89,7 @@ def run_mode(options: Options) -> int:
     if not options.json:
         for line in met_gate_lines(gates, outcome.metrics):
             print(line)
-    append_summary(outcome.report, gate_lines(gates, outcome.metrics))
+    output.append_summary(outcome.report, gate_lines(gates, outcome.metrics))
     require_met(options, gates, outcome)
     if outcome.error:
         raise outcome.error
@@ -143,7 +142,7 @@ def require_met(
                 not_met.append(f"{gate.text} (not measured)")
     if not not_met:
         return
-    annotate(options, not_met, outcome.report)
+    output.annotate(options, not_met, outcome.report)
     text = f"not met: {', '.join(not_met)}"
     if options.deploy and "deployed" not in outcome.content:
         text += "; nothing is deployed"

@@ -4,13 +4,13 @@ from pathlib import Path
 
 import click
 
+from quantizer.cli import session
 from quantizer.cli.arguments.options import Options
-from quantizer.cli.opening import session
-from quantizer.cli.opening.traced_model import traced_model
 from quantizer.cli.terminal import output
 from quantizer.cli.terminal.output import view_of
 from quantizer.cli.terminal.render import say, say_note
 from quantizer.cli.terminal.screen import notes_on_stderr
+from quantizer.cli.traced_model import traced_model
 from quantizer.commands.diff.difference import (
     Difference,
     Side,

@@ -19,12 +19,12 @@ import torch
 from rich.text import Text
 
 from quantizer.calibration import memory_prediction
+from quantizer.cli import session
 from quantizer.cli.arguments.options import LOOK, Options, command, takes
 from quantizer.cli.arguments.places import from_start
-from quantizer.cli.opening import session
-from quantizer.cli.opening.traced_model import traced_from
 from quantizer.cli.terminal import output
 from quantizer.cli.terminal.screen import notes_on_stderr
+from quantizer.cli.traced_model import traced_from
 from quantizer.commands.inspection.plan import peaks_of
 from quantizer.config.load import LoadResult, default_config, load_config
 from quantizer.config.model import ResolvedConfig

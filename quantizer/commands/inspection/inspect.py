@@ -8,15 +8,15 @@ from typing import Any
 
 import click
 
+from quantizer.cli import session
 from quantizer.cli.arguments.options import LOOK, TABLE, Options, command, takes
 from quantizer.cli.arguments.places import from_start
 from quantizer.cli.modes.gates import failed_gates, met_gate_lines, parse_gate, require_known
-from quantizer.cli.opening import session
-from quantizer.cli.opening.traced_model import named_structures, traced_model
 from quantizer.cli.terminal import output
-from quantizer.cli.terminal.output import config_to_look, filtered_view
+from quantizer.cli.terminal.output import filtered_view
 from quantizer.cli.terminal.render import say
 from quantizer.cli.terminal.screen import notes_on_stderr
+from quantizer.cli.traced_model import named_structures, traced_model
 from quantizer.config.wording import counted
 from quantizer.errors import GateError, UsageError
 from quantizer.graph.emit import emit
@@ -76,7 +76,7 @@ def inspect(
     quantizer inspect --algorithms --model my_model.py
     """
     gates = [parse_gate(text) for text in gate]
-    read = config_to_look(options.config_file)
+    read = session.config_to_look(options.config_file)
     settings = read.config.settings
     for_dpu = target is not None
     if options.config_file is not None and settings.target_device == "DPU":

@@ -12,16 +12,16 @@ from quantizer.calibration import fingerprint, steps
 from quantizer.calibration.request import CalibrationRequest, StoredStatistics
 from quantizer.calibration.step import decisions_of
 from quantizer.calibration.target import TracedTarget
+from quantizer.cli import session
 from quantizer.cli.arguments.options import Options, command, option, takes
 from quantizer.cli.arguments.places import PathType, from_start
-from quantizer.cli.arguments.reproduction import (
+from quantizer.cli.run_folder import (
+    log_run,
     option_words,
     read_commands,
     remember,
     without_folders,
 )
-from quantizer.cli.opening import session
-from quantizer.cli.opening.run_folder import log_run
 from quantizer.cli.terminal.follow import run_display
 from quantizer.cli.terminal.output import Outcome, show
 from quantizer.cli.terminal.screen import notes_on_stderr

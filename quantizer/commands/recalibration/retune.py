@@ -9,7 +9,7 @@ import click
 
 from quantizer.cli.arguments.options import TABLE, Options, command, option, takes
 from quantizer.cli.arguments.places import PathType, from_start, layers_of_results, write_output
-from quantizer.cli.arguments.reproduction import remember
+from quantizer.cli.run_folder import remember
 from quantizer.cli.terminal import output
 from quantizer.cli.terminal.output import view_of
 from quantizer.commands.recalibration.calibrated_folder import CalibratedFolder

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import click
 
+from quantizer.cli import session
 from quantizer.cli.arguments.options import TARGET_OPTIONS, Options, command, option, takes
 from quantizer.cli.arguments.places import PathType, PluginWord, as_typed, from_start
 from quantizer.cli.modes import torchrun
@@ -31,11 +32,7 @@ from quantizer.cli.modes.gates import (
 )
 from quantizer.cli.modes.run_mode import require_met
 from quantizer.cli.modes.test_mode import run_test
-from quantizer.cli.opening import session
-from quantizer.cli.opening.evaluation import evaluates_on_synthetic, evaluator_of
-from quantizer.cli.opening.session import OpenedRun
 from quantizer.cli.terminal import output
-from quantizer.cli.terminal.annotations import append_summary
 from quantizer.cli.terminal.follow import one_display
 from quantizer.cli.terminal.render import say_note
 from quantizer.cli.terminal.screen import notes_on_stderr
@@ -174,7 +171,7 @@ def run(model: str, options: RunOptions) -> None:
         finished = _run(options, gates)
     lines = verdict(finished.facts(gates))
     _show(finished, lines, as_json=options.json)
-    append_summary(finished.tested.report, gate_lines(gates, finished.tested.metrics))
+    output.append_summary(finished.tested.report, gate_lines(gates, finished.tested.metrics))
     remedy = finished.remedy or loses_most(options)
     require_met(finished.test_options, gates, finished.tested, remedy=remedy)
     if finished.tested.error:
@@ -255,15 +252,17 @@ def _run(options: RunOptions, gates: Sequence[Gate]) -> FinishedRun:
         return _tuned(finished, options, gates, has_file=has_file)
 
 
-def _require_checkable(gates: Sequence[Gate], options: Options, opened: OpenedRun) -> None:
+def _require_checkable(
+    gates: Sequence[Gate], options: Options, opened: session.OpenedRun
+) -> None:
     """Refuse a gate that cannot be checked, before anything is written.
 
     Raises:
         UsageError: there is no metric of a gate.
     """
-    if evaluator_of(options, opened.loaded) is None:
+    if session.evaluator_of(options, opened.loaded) is None:
         require_known_names(gates, options)
-    if evaluates_on_synthetic(options, opened.loaded):
+    if session.evaluates_on_synthetic(options, opened.loaded):
         example = opened.batches.for_shapes().first()
         require_measured(gates, not_measured_by_targets(example))
 
@@ -327,7 +326,7 @@ def _tuned(
 
 def _on_modules(
     options: RunOptions,
-    opened: OpenedRun,
+    opened: session.OpenedRun,
     gates: Sequence[Gate],
     *,
     name: str,
@@ -384,7 +383,7 @@ def _show(finished: FinishedRun, lines: Sequence[str], *, as_json: bool) -> None
 
 
 def config_of_run(
-    options: Options, made_for: MadeFor, graph: Graph, opened: OpenedRun, *, target: str
+    options: Options, made_for: MadeFor, graph: Graph, opened: session.OpenedRun, *, target: str
 ) -> str:
     """Return the path of the run's config, and print what was fitted if it is a new one."""
     preset = made_for.preset

@@ -12,12 +12,10 @@ from quantizer.calibration import steps
 from quantizer.calibration.events import Events, RunStage
 from quantizer.calibration.request import CalibrationRequest
 from quantizer.calibration.target import TracedTarget
+from quantizer.cli import session
 from quantizer.cli.arguments.options import Options
 from quantizer.cli.modes.calib_mode import require_calibration_room
 from quantizer.cli.modes.gates import Gate, require_known_names
-from quantizer.cli.opening import session
-from quantizer.cli.opening.evaluation import evaluator_of
-from quantizer.cli.opening.session import ReadConfig
 from quantizer.cli.terminal.follow import progress, run_display
 from quantizer.cli.terminal.screen import without_notes
 from quantizer.commands.searching.trial import Figures, Trial
@@ -62,7 +60,7 @@ class Subject:
     """A config, with the model and the calibration data that it is analysed on."""
 
     options: Options
-    read: ReadConfig
+    read: session.ReadConfig
     loaded: LoadedModel
     batches: Batches
     original: Graph
@@ -155,7 +153,7 @@ class SearchContext:
         self._targets = targets
         self._run_as = run_as
         self._options = subject.options
-        self._evaluator = evaluator_of(self._options, subject.loaded)
+        self._evaluator = session.evaluator_of(self._options, subject.loaded)
         self._float_metrics: Mapping[str, float] | None = None
 
     @contextmanager

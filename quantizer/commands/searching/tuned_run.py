@@ -11,13 +11,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from quantizer.cli import session
 from quantizer.cli.arguments.options import Options, option
 from quantizer.cli.arguments.places import from_start, minutes
 from quantizer.cli.modes.calib_mode import run_calib
 from quantizer.cli.modes.gates import Gate
 from quantizer.cli.modes.test_mode import run_test
-from quantizer.cli.opening import session
-from quantizer.cli.opening.session import OpenedRun, ReadConfig
 from quantizer.cli.terminal import output
 from quantizer.cli.terminal.output import Outcome
 from quantizer.cli.terminal.render import say_note
@@ -72,7 +71,7 @@ class TunedRun:
     sentence: str
     minutes: float
     config: str
-    opened: OpenedRun
+    opened: session.OpenedRun
     calibrated: Outcome
     tested: Outcome
     test_options: Options
@@ -99,7 +98,7 @@ class TunedRun:
 
 
 def tune_config(
-    opened: OpenedRun,
+    opened: session.OpenedRun,
     data: DividedData,
     gates: Sequence[Gate],
     path: Path,
@@ -209,7 +208,7 @@ def _advice(search: Search) -> str:
     )
 
 
-def _write_config(path: Path, read: ReadConfig, search: Search) -> None:
+def _write_config(path: Path, read: session.ReadConfig, search: Search) -> None:
     """Write the config of the best trial, with comments that say what was changed.
 
     Raises:

@@ -9,10 +9,10 @@ from typing import Any
 
 import click
 
+from quantizer.cli import session
 from quantizer.cli.arguments.grouped_command import refuse_typed
 from quantizer.cli.arguments.options import LOOK, TABLE, Options, command, option, takes
 from quantizer.cli.arguments.places import PathType, from_start, write_output
-from quantizer.cli.opening import session
 from quantizer.cli.terminal import output
 from quantizer.cli.terminal.output import table_view
 from quantizer.cli.terminal.render import say_note

@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from quantizer.calibration.events import Events, RunStage
+from quantizer.cli import session
 from quantizer.cli.modes.gates import (
     Gate,
     never_measured_metrics,
@@ -14,8 +15,6 @@ from quantizer.cli.modes.gates import (
     require_known_parts,
     require_measured,
 )
-from quantizer.cli.opening import session
-from quantizer.cli.opening.evaluation import evaluator_of
 from quantizer.cli.terminal.follow import progress
 from quantizer.cli.terminal.render import say_note
 from quantizer.cli.terminal.screen import without_notes
@@ -123,7 +122,7 @@ def cheapest_floats(subject: Subject, metric: str) -> tuple[FloatLayers, Ablatio
     """
     options = subject.options
     gate = parse_gate(metric, "--metric")
-    evaluator = evaluator_of(options, subject.loaded)
+    evaluator = session.evaluator_of(options, subject.loaded)
     if evaluator is None:
         require_known_names([gate], options)
     require_known_parts([gate], output_parts(subject.original))

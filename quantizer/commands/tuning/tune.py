@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 
 import click
 
+from quantizer.cli import session
 from quantizer.cli.arguments.options import MODEL, Options, command, takes
 from quantizer.cli.arguments.places import from_start
 from quantizer.cli.modes import torchrun
@@ -20,10 +21,7 @@ from quantizer.cli.modes.gates import (
     require_known_parts,
 )
 from quantizer.cli.modes.run_mode import require_met
-from quantizer.cli.opening import session
-from quantizer.cli.opening.evaluation import evaluator_of
 from quantizer.cli.terminal import output
-from quantizer.cli.terminal.annotations import append_summary
 from quantizer.cli.terminal.follow import one_display
 from quantizer.cli.terminal.screen import notes_on_stderr
 from quantizer.commands.searching.divided_data import divide_data
@@ -84,7 +82,7 @@ def tune(options: TuneOptions) -> None:
         console = output.console()
         for line in gate_lines(gates, run.tested.metrics):
             output.print_line(line, console)
-    append_summary(run.tested.report, gate_lines(gates, run.tested.metrics))
+    output.append_summary(run.tested.report, gate_lines(gates, run.tested.metrics))
     require_met(run.test_options, gates, run.tested, remedy=loses_most(options))
     if run.tested.error:
         raise run.tested.error
@@ -117,7 +115,7 @@ def _tune(options: TuneOptions, gates: Sequence[Gate]) -> TunedRun:
     opened = session.open_run(options)
     if opened.batches.stands_in:
         raise session.missing_data()
-    if evaluator_of(options, opened.loaded) is None:
+    if session.evaluator_of(options, opened.loaded) is None:
         require_known_names(gates, options)
     require_known_parts(gates, output_parts(opened.graph))
     with locked(folder):
