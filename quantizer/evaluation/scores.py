@@ -2,11 +2,13 @@
 of both.
 """
 
+from __future__ import annotations
+
 import logging
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -31,12 +33,9 @@ from quantizer.evaluation.network_comparison import NetworkComparison, Networks
 from quantizer.evaluation.output_warnings import (
     NOTES,
     OutputWarning,
-    lost_to_passes,
     output_warnings,
     remark_on_low_sqnr,
-    remark_on_passes,
 )
-from quantizer.evaluation.pass_loss import PassLoss, pass_loss
 from quantizer.nn.network import Network
 from quantizer.nn.recorded_outputs import RecordedOutputs
 from quantizer.results.calibrated import Calibrated
@@ -45,6 +44,9 @@ from quantizer.sources.directions import BY_NAME, Directions
 from quantizer.sources.models import Evaluate
 from quantizer.sources.padding import with_included
 from quantizer.sources.user_code import user_errors, was_called
+
+if TYPE_CHECKING:
+    from quantizer.evaluation.pass_loss import PassLoss
 
 _logger = logging.getLogger(__name__)
 
@@ -271,7 +273,10 @@ class _Test:
         compared = self._compared(recorded)
         batches.require_same(self.ranks)
         passes = None
-        if self.ranks.is_first:
+        if self.ranks.is_first and self.calibrated.float_as_run.deviations:
+            # Only passes that change the function need it
+            from quantizer.evaluation.pass_loss import pass_loss
+
             first = batches.first().to(self.networks.device)
             passes = pass_loss(self.calibrated, quantized, first)
         pairs: Mapping[str, Mapping[str, float]] = compared.pairs()
@@ -342,16 +347,19 @@ def remark_on_samples(metric: str, metrics: Mapping[str, float]) -> str:
 
 def _explained(scores: Scores, networks: Networks) -> tuple[OutputWarning, ...]:
     """Return the warnings about outputs, and log them."""
-    of_passes = remark_on_passes(scores.passes)
-    if of_passes is not None:
+    of_passes = ""
+    explained: Collection[str] = ()
+    if scores.passes is not None:
+        of_passes = scores.passes.remark
+        explained = scores.passes.lost
+    if of_passes:
         _logger.warning("%s", of_passes)
-    explained = lost_to_passes(scores.passes)
     warnings = tuple(output_warnings(scores.comparison, networks, explained))
     log_warnings(warnings)
     is_named = any(
         warning.kind in ("random", "constant", "hidden", "below") for warning in warnings
     )
-    if is_named or scores.is_task_held or of_passes is not None:
+    if is_named or scores.is_task_held or of_passes:
         return warnings
     remark = remark_on_low_sqnr(scores.comparison, networks)
     if remark is not None:

@@ -38,7 +38,7 @@ from quantizer.cli.terminal.render import say_note
 from quantizer.cli.terminal.screen import notes_on_stderr
 from quantizer.commands.run.module_run import FinishedRun, RunOnModules, require_weights_only
 from quantizer.commands.searching.divided_data import data_of_run, divide_data
-from quantizer.commands.searching.search_context import watched_data
+from quantizer.commands.searching.trials import watched_data
 from quantizer.commands.searching.tuned_run import (
     TUNED_CONFIG,
     loses_most,

@@ -11,7 +11,7 @@ from typing import Any
 from quantizer.calibration.events import NO_FOLLOWER
 from quantizer.commands.searching.float_layers import FloatSearch, float_parts
 from quantizer.commands.searching.search import OutOfTimeError, Search, SearchStep
-from quantizer.commands.searching.trial import Change, Trial
+from quantizer.commands.searching.trials import Change, Trial
 from quantizer.config.forms.layer_entries import with_layer_entries
 from quantizer.config.forms.level_edits import (
     group_sizes,

@@ -21,10 +21,9 @@ from quantizer.cli.terminal import output
 from quantizer.cli.terminal.output import Outcome
 from quantizer.cli.terminal.render import say_note
 from quantizer.commands.searching.divided_data import DividedData
-from quantizer.commands.searching.search import KEPT, NOT_TRIED, START, Row, Search, plan_of
-from quantizer.commands.searching.search_context import SearchContext, Subject
+from quantizer.commands.searching.search import KEPT, NOT_TRIED, START, Row, Search
 from quantizer.commands.searching.steps import STEPS
-from quantizer.commands.searching.trial import Figures, Trial
+from quantizer.commands.searching.trials import Figures, SearchContext, Subject, Trial, plan_of
 from quantizer.config.forms.level_edits import with_tuning_comments
 from quantizer.config.json_types import JsonObject
 from quantizer.errors import UsageError
