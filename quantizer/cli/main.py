@@ -49,7 +49,7 @@ from quantizer.errors import (
     lost_worker,
     pip_line,
 )
-from quantizer.plugins import commands, if_command, loaded, remedy_for_absent
+from quantizer.plugins import commands, if_command, remedy_for_absent
 from quantizer.printable import one_line
 from quantizer.sources.user_code import ends_in_user_code, imported_once, user_error
 from quantizer.storage import process_memory
@@ -112,7 +112,7 @@ class LazyCommands(GroupedCommand, click.Group):
         """Import a subcommand and return it; return None if there is none of this name."""
         if cmd_name not in subcommands():
             return None
-        command: click.Command = _load(subcommands()[cmd_name].function)
+        command: click.Command = process.load(subcommands()[cmd_name].function)
         return command
 
     def resolve_command(
@@ -231,7 +231,7 @@ def cli(ctx: click.Context, /, options: Options) -> int | None:
             )
         click.echo(ctx.get_help(), err=True)
         return UsageError.exit_code
-    code: int | None = _load(_RUN_MODE)(options)
+    code: int | None = process.load(_RUN_MODE)(options)
     return code
 
 
@@ -345,12 +345,6 @@ def _call(arguments: list[str]) -> Any:
             "plan", "; `quantizer plan` with the same options predicts the memory of a run"
         )
         raise OutOfMemoryError(message, help=remedy) from error
-
-
-def _load(target: str) -> Any:
-    module, _, _ = target.partition(":")
-    with process.at_once(), process_memory.importing(module):
-        return loaded(target)
 
 
 def _show(message: str, help_text: str | None) -> None:

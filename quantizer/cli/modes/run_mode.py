@@ -24,7 +24,6 @@ from quantizer.cli.terminal.screen import notes_on_stderr
 from quantizer.distributed import Ranks, require_alike
 from quantizer.errors import GateError, UsageError
 from quantizer.export.targets import require_choices
-from quantizer.plugins import loaded
 from quantizer.seeding import seed_everything
 from quantizer.storage import process_memory
 
@@ -68,7 +67,7 @@ def run_mode(options: Options) -> int:
         require_extras(options.deploy)
         require_extras(options.for_, to_plan=True)
     seed_everything(options.seed)
-    run_one = _function_of(options.quant_mode)
+    run_one: Callable[[Options, Ranks], Outcome] = process.load(_MODES[options.quant_mode])
     # With --json only the result is printed to stdout. Output of the user's code goes to
     # stderr.
     stdout = sys.stderr if options.json else sys.stdout
@@ -161,12 +160,3 @@ _MODES = {
     "test": "quantizer.cli.modes.test_mode:run_test",
 }
 """The module and the function of each mode. A run imports only its own, which saves time."""
-
-
-def _function_of(mode: str) -> Callable[[Options, Ranks], Outcome]:
-    """Return the function that runs a mode."""
-    module, _, _ = _MODES[mode].partition(":")
-    function: Callable[[Options, Ranks], Outcome]
-    with process.at_once(), process_memory.importing(module):
-        function = loaded(_MODES[mode])
-    return function
