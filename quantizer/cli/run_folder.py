@@ -13,7 +13,7 @@ import platform
 import sys
 import time
 import traceback
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import fields
 from itertools import pairwise
@@ -25,13 +25,16 @@ import torch
 
 import quantizer
 from quantizer import printable
+from quantizer.calibration.request import CalibrationRequest, CalibrationState
 from quantizer.cli.arguments.options import RUN, Options, each_option, word_of
 from quantizer.cli.arguments.places import from_start
 from quantizer.cli.terminal.screen import screen
 from quantizer.distributed import Ranks
 from quantizer.errors import QuantizerError, ResultError
 from quantizer.export.targets import EXPORTERS, FOLDER
+from quantizer.graph.ir import Graph
 from quantizer.printable import one_line
+from quantizer.report.files import REPORT_INPUTS, write_report
 from quantizer.report.next_step import DATA_OPTIONS
 from quantizer.results.folder import (
     COMMANDS_KEY,
@@ -39,6 +42,7 @@ from quantizer.results.folder import (
     REPORT_FILE,
     RUN_FILE,
     OpenedResults,
+    open_written,
 )
 from quantizer.results.result_set import (
     ReadOnlyError,
@@ -46,6 +50,7 @@ from quantizer.results.result_set import (
     locked_as_opened,
     require_result_folder,
 )
+from quantizer.results.write import write_results
 from quantizer.storage import process_memory
 from quantizer.storage.files import read_json, write_json, write_text
 
@@ -256,6 +261,40 @@ def option_words(
             if single is not True:
                 words.append(path_text(str(single)))
     return words
+
+
+def write_calibration(
+    folder: Path,
+    request: CalibrationRequest,
+    state: CalibrationState,
+    original: Graph,
+    *,
+    command: tuple[str, Sequence[str]],
+    origins: Mapping[str, bytes] | None = None,
+) -> None:
+    """Write the results of a calibration and its report.
+
+    Args:
+        folder: of the results.
+        request, state: of the calibration.
+        original: the traced model.
+        command: its name and its words, which the report shows.
+        origins: as for `write_results`.
+
+    Raises:
+        ResultError: the folder cannot be written.
+    """
+    write_results(
+        folder,
+        original,
+        state.calibration,
+        state.solution,
+        config=request.config,
+        run=request.header(state),
+        origins=origins,
+    )
+    opened = open_written(folder, REPORT_INPUTS)
+    write_report(opened, commands=remember(opened, *command))
 
 
 def remember(

@@ -19,8 +19,8 @@ from quantizer.cli.run_folder import (
     log_run,
     option_words,
     read_commands,
-    remember,
     without_folders,
+    write_calibration,
 )
 from quantizer.cli.terminal.follow import run_display
 from quantizer.cli.terminal.output import Outcome, show
@@ -29,20 +29,18 @@ from quantizer.config.model import ResolvedConfig
 from quantizer.config.wording import counted
 from quantizer.errors import ResultError, UsageError
 from quantizer.graph.tracing.parameters import with_views
-from quantizer.report.files import REPORT_INPUTS, write_report
 from quantizer.results.calibrated import reuse_or_trace, stored_config
 from quantizer.results.calibrated_inputs import example_batch
 from quantizer.results.folder import (
     COMMANDS_KEY,
     ORIGIN_FILES,
     QuantInfo,
-    open_written,
     read_info,
     why_statistics_insufficient,
 )
 from quantizer.results.result_set import locked, require_result_folder
 from quantizer.results.same_calibration import check_model
-from quantizer.results.write import check_owner, require_expendable, write_results
+from quantizer.results.write import check_owner, require_expendable
 from quantizer.seeding import seed_everything
 from quantizer.sources.data import Batches
 
@@ -119,7 +117,8 @@ def _merge(places: list[Path], folder: Path, options: Options) -> Outcome:
             lambda: iter((batch,)),
             "an example input",
             fingerprint=_merged_data(infos),
-            stamp=_stamp(infos),
+            # The first note on data that is not real
+            stamp=next(filter(None, (info.header["stamp"] for info in infos)), None),
         )
         request = CalibrationRequest(
             target=TracedTarget(original),
@@ -127,23 +126,15 @@ def _merge(places: list[Path], folder: Path, options: Options) -> Outcome:
             batches=batches,
             events=run_display({}, quiet=options.quiet),
             seed=infos[0].header["seed"],
-            statistics=tuple(_statistics_of(info) for info in infos),
+            statistics=tuple(
+                StoredStatistics(info.statistics(), int(info.header["batches"]))
+                for info in infos
+            ),
             kept=first.solution.kept,
         )
         state = steps.run_calibration(request)
-        header = request.header(state)
-        write_results(
-            folder,
-            original,
-            state.calibration,
-            state.solution,
-            config=config,
-            run=header,
-            origins=origins,
-        )
-        opened = open_written(folder, REPORT_INPUTS)
-        commands = remember(opened, "merge", _command(options, places))
-        write_report(opened, commands=commands)
+        command = ("merge", _command(options, places))
+        write_calibration(folder, request, state, original, command=command, origins=origins)
     tensors = len(state.plan.tensors)
     seen = state.calibration.batches
     content = {"tensors": tensors, "batches": seen, "results": str(folder)}
@@ -151,29 +142,11 @@ def _merge(places: list[Path], folder: Path, options: Options) -> Outcome:
     return Outcome({}, content, [f"{line}; results: {folder}"])
 
 
-def _stamp(infos: list[QuantInfo]) -> str | None:
-    """Return the first note on data that is not real."""
-    for info in infos:
-        stamp: str | None = info.header["stamp"]
-        if stamp:
-            return stamp
-    return None
-
-
 def _command(options: Options, places: Sequence[Path]) -> list[str]:
     """Return the command of a merge, with only the options that affect its results."""
     folders = [without_folders(str(place)) for place in places]
     words = option_words(options, ("model", "weights", "trust"))
     return ["quantizer", "merge", *folders, *words]
-
-
-def _statistics_of(info: QuantInfo) -> StoredStatistics:
-    """Return the statistics of a calibration.
-
-    Raises:
-        ResultError: their file is damaged.
-    """
-    return StoredStatistics(info.statistics(), int(info.header["batches"]))
 
 
 def _require_mergeable(infos: Sequence[QuantInfo], config: ResolvedConfig) -> None:

@@ -180,7 +180,6 @@ class RunOnModules:
             opened,
             calibrated,
             tested,
-            plan,
             untraced=untraced,
             remedy="`exclude` in the config leaves layers in float",
         )
@@ -277,7 +276,6 @@ class FinishedRun:
         test_options: the options of its test.
         opened: the model and its data.
         calibrated, tested: the results of both modes.
-        plan: of the calibration.
         data: that calibrate and judge; None on modules, whose weights need no data.
         tuning: the search for a better config, if there was one.
         remedy: what to do if a gate does not hold; empty to name the page of the report.
@@ -289,7 +287,6 @@ class FinishedRun:
     opened: session.OpenedRun
     calibrated: Outcome
     tested: Outcome
-    plan: Plan
     data: DividedData | None = None
     tuning: TunedRun | None = None
     remedy: str = ""
@@ -299,6 +296,7 @@ class FinishedRun:
         """Return what the verdict is about."""
         tested = self.tested
         options = self.test_options
+        assert self.calibrated.plan is not None
         path: str | None = None
         size = 0
         verified: Verification | None = None
@@ -312,7 +310,7 @@ class FinishedRun:
             calibrated_samples = self.data.calib_options.subset_len
             of_data = replace(options, subset_len=calibrated_samples)
         return VerdictFacts.of(
-            self.plan,
+            self.calibrated.plan,
             verified,
             untraced=self.untraced,
             path=path,

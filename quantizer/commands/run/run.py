@@ -241,10 +241,7 @@ def _run(options: RunOptions, gates: Sequence[Gate]) -> FinishedRun:
         tested = run_test(test_options, opened=opened)
         if not tested.error:
             Checkpoints(folder).remove()
-        assert calibrated.plan is not None
-        finished = FinishedRun(
-            name, test_options, opened, calibrated, tested, calibrated.plan, data
-        )
+        finished = FinishedRun(name, test_options, opened, calibrated, tested, data)
         if EXPORTERS[target].holds_whole_model:
             finished = replace(finished, untraced=untraced_part(model, graph))
         if not options.minutes or tested.error or not failed_gates(gates, tested.metrics):
@@ -282,7 +279,7 @@ def _tuned(
         say_note("note: no better config is looked for: --max_mb has chosen the widths")
         return finished
     opened, data = finished.opened, finished.data
-    assert data is not None
+    assert data is not None and finished.calibrated.plan is not None
     targets = finished.test_options.deploy
     judged = about_networks(gates, targets)
     try:
@@ -308,17 +305,15 @@ def _tuned(
         minutes=options.minutes,
         targets=targets,
         deploy=targets,
-        tested=(finished.tested.metrics, finished.plan) if is_judged else None,
+        tested=(finished.tested.metrics, finished.calibrated.plan) if is_judged else None,
         gives_advice=True,
     )
-    assert run.calibrated.plan is not None
     return replace(
         finished,
         test_options=run.test_options,
         opened=run.opened,
         calibrated=run.calibrated,
         tested=run.tested,
-        plan=run.calibrated.plan,
         data=data,
         tuning=run,
     )
