@@ -56,19 +56,18 @@ from quantizer.storage import process_memory
 from quantizer.storage.ownership import is_owned
 from quantizer.storage.replacing import replace_file
 
+_HERE = "quantizer.cli.config_commands"
 _COMMANDS = {
     "validate": Command(
-        "quantizer.cli.validate:validate", "Check config files and list all their errors.", 4
+        f"{_HERE}:validate", "Check config files and list all their errors.", 4
     ),
     "explain": Command(
-        "quantizer.cli.explain:explain",
-        "Explain an error code, a config key, or a layer's settings.",
-        6,
+        f"{_HERE}:explain", "Explain an error code, a config key, or a layer's settings.", 6
     ),
     "schema": Command(
-        "quantizer.cli.validate:schema", "Print the JSON Schema of the config, for editors.", 16
+        f"{_HERE}:schema", "Print the JSON Schema of the config, for editors.", 16
     ),
-    "help": Command("quantizer.cli.explain:help_command", "Show the help of a command.", 17),
+    "help": Command(f"{_HERE}:help_command", "Show the help of a command.", 17),
 }
 """The commands that are always there."""
 _RUN_MODE = "quantizer.cli.modes.run_mode:run_mode"

@@ -305,13 +305,10 @@ def width_candidates(plan: Plan) -> tuple[list[Candidate], dict[str, str]]:
 
 def _reason_of_any(plan: Plan, name: str, layers: Sequence[str]) -> str | None:
     """Return why the width of a layer's weight, shared by `layers`, cannot change."""
-    why = _reason_to_keep(plan, name)
-    if why is not None:
-        return why
-    for other in layers:
+    for other in (name, *layers):
         why = _reason_to_keep(plan, other)
         if why is not None:
-            return f"it shares the weight of {other}: {why}"
+            return why if other == name else f"it shares the weight of {other}: {why}"
     return None
 
 

@@ -88,7 +88,6 @@ def run_mode(options: Options) -> int:
     if not options.json:
         for line in met_gate_lines(gates, outcome.metrics):
             print(line)
-    output.append_summary(outcome.report, gate_lines(gates, outcome.metrics))
     require_met(options, gates, outcome)
     if outcome.error:
         raise outcome.error
@@ -126,7 +125,8 @@ def require_met(
     *,
     remedy: str = "the table above shows which layers lose most",
 ) -> None:
-    """Raise `GateError` if a gate does not hold, or its metric was not measured.
+    """Raise `GateError` if a gate does not hold, or its metric was not measured. GitHub Actions
+    get a summary of the run before.
 
     Args:
         options: of the run.
@@ -134,6 +134,7 @@ def require_met(
         outcome: of the run.
         remedy: what to do.
     """
+    output.append_summary(outcome.report, gate_lines(gates, outcome.metrics))
     not_met = failed_gates(gates, outcome.metrics)
     if options.quant_mode == "test" and outcome.error is None:
         for gate in gates:

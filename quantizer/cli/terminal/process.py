@@ -67,8 +67,8 @@ def at_once() -> Iterator[None]:
 
 
 def load(target: str) -> Any:
-    """Import and return what a text such as "quantizer.cli.explain:explain" names. Meanwhile a
-    signal ends the process.
+    """Import and return what a text such as "quantizer.cli.main:cli" names. Meanwhile a signal
+    ends the process.
     """
     with at_once(), process_memory.importing(target.partition(":")[0]):
         return plugins.loaded(target)

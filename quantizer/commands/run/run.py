@@ -21,10 +21,8 @@ from quantizer.cli.modes.gates import (
     Gate,
     about_networks,
     failed_gates,
-    gate_lines,
     not_measured_by_targets,
     parse_gate,
-    require_known,
     require_known_names,
     require_known_parts,
     require_measured,
@@ -171,13 +169,11 @@ def run(model: str, options: RunOptions) -> None:
         finished = _run(options, gates)
     lines = verdict(finished.facts(gates))
     _show(finished, lines, as_json=options.json)
-    output.append_summary(finished.tested.report, gate_lines(gates, finished.tested.metrics))
     remedy = finished.remedy or loses_most(options)
     require_met(finished.test_options, gates, finished.tested, remedy=remedy)
     if finished.tested.error:
         with in_words_of_run(finished.test_options.deploy[0], finished.destination):
             raise finished.tested.error
-    require_known(gates, finished.tested.metrics)
 
 
 def _run(options: RunOptions, gates: Sequence[Gate]) -> FinishedRun:

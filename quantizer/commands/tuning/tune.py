@@ -82,7 +82,6 @@ def tune(options: TuneOptions) -> None:
         console = output.console()
         for line in gate_lines(gates, run.tested.metrics):
             output.print_line(line, console)
-    output.append_summary(run.tested.report, gate_lines(gates, run.tested.metrics))
     require_met(run.test_options, gates, run.tested, remedy=loses_most(options))
     if run.tested.error:
         raise run.tested.error
