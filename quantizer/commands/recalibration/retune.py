@@ -135,7 +135,14 @@ def _write(
     lock = locked_as_opened(files) if is_same else locked(target)
     with lock:
         check_owner(target, before.header["model"], overwrite=overwrite)
-        result.write(target)
+        entries, statistics = result.entries
+        before.write(
+            target,
+            result.config,
+            entries=entries,
+            planned=result.planned(),
+            statistics=statistics,
+        )
         opened = open_written(target, REPORT_INPUTS)
         commands = None
         calib_command = before.opened.commands.get("calib")
