@@ -400,29 +400,6 @@ def pooled_noise(outputs: Sequence[OutputFigures]) -> Noise:
     return noise
 
 
-def named_metrics(outputs: Sequence[OutputFigures]) -> dict[str, float]:
-    """Return the figures of each output and part, by the names that gates use for them, such as
-    `sqnr_db[0.boxes]`.
-    """
-    metrics = {}
-    for output in outputs:
-        for row in output.rows:
-            samples = row.sample_figures
-            figures = {
-                "sqnr_db": row.sqnr_db,
-                WORST_SAMPLES: None if samples is None else samples.worst_db,
-                "cosine": row.cosine,
-                "equal_outputs": row.equal_share,
-            }
-            if row is output.whole and output.order is not None and output.order.rows:
-                figures[ROWS_KEPT] = output.order.share
-            for figure, value in figures.items():
-                for name in (row.name, row.index):
-                    if name and value is not None:
-                        metrics[f"{figure}[{name}]"] = value
-    return metrics
-
-
 def metric_names(outputs: Sequence[Output]) -> set[str]:
     """Return the names of metrics that a network's outputs and parts will have.
 

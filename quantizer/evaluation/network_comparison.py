@@ -27,7 +27,6 @@ from quantizer.comparison.output_figures import (
     WORST_SAMPLES,
     OutputFigures,
     lowest_cosine,
-    named_metrics,
     pooled_noise,
     worst,
     worst_samples_db,
@@ -133,8 +132,10 @@ class NetworkComparison:
         """Add the batches of another one, in which the same tensors were compared."""
         for noise, other_noise in zip(self.layers, other.layers, strict=True):
             noise.merge(other_noise)
-        _merge_figures(self.outputs, other.outputs)
-        _merge_figures(self.quantization, other.quantization)
+        figures = (*self.outputs, *self.quantization)
+        other_figures = (*other.outputs, *other.quantization)
+        for output, other_output in zip(figures, other_figures, strict=True):
+            output.merge(other_output)
         pairs = zip(self.inputs, other.inputs, strict=True)
         self.inputs = [row.merged(other_row) for row, other_row in pairs]
         if self.spoiled is None and other.spoiled is not None:
@@ -184,7 +185,23 @@ class NetworkComparison:
 
     def named_metrics(self) -> dict[str, float]:
         """Return the figures of each output and part, by names such as `sqnr_db[0.boxes]`."""
-        return named_metrics(self.outputs)
+        metrics = {}
+        for output in self.outputs:
+            for row in output.rows:
+                samples = row.sample_figures
+                figures = {
+                    "sqnr_db": row.sqnr_db,
+                    WORST_SAMPLES: None if samples is None else samples.worst_db,
+                    "cosine": row.cosine,
+                    "equal_outputs": row.equal_share,
+                }
+                if row is output.whole and output.order is not None and output.order.rows:
+                    figures[ROWS_KEPT] = output.order.share
+                for figure, value in figures.items():
+                    for name in (row.name, row.index):
+                        if name and value is not None:
+                            metrics[f"{figure}[{name}]"] = value
+        return metrics
 
     @property
     def losses(self) -> list[OutputFigures]:
@@ -214,11 +231,6 @@ class NetworkComparison:
         for name, value in before.items():
             pairs[name] = {"float": value, "quantized": after[name]}
         return pairs
-
-
-def _merge_figures(figures: Sequence[OutputFigures], others: Sequence[OutputFigures]) -> None:
-    for output, other in zip(figures, others, strict=True):
-        output.merge(other)
 
 
 @dataclass(frozen=True)

@@ -142,12 +142,9 @@ def _figures(tested: JsonMapping) -> dict[str, float | None]:
     outputs = tested.get("outputs", [])
     for figure in ("sqnr_db", WORST_SAMPLES):
         if figure in figures and figures[figure] is None:
-            sqnrs = []
-            for row in outputs:
-                sqnr_db = _output_sqnr_db(row, figure)
-                if sqnr_db is not None:
-                    sqnrs.append(sqnr_db)
-            figures[figure] = min(sqnrs, default=None)
+            sqnrs = (_output_sqnr_db(row, figure) for row in outputs)
+            measured = [sqnr_db for sqnr_db in sqnrs if sqnr_db is not None]
+            figures[figure] = min(measured, default=None)
     if len(outputs) < 2:
         # It equals the SQNR of the only output
         figures.pop(POOLED_FIGURE, None)
@@ -207,11 +204,8 @@ def side_of_plan(plan: Plan, paths: Mapping[str, str]) -> Side:
 def compare_sides(first: Side, second: Side) -> Difference:
     """Return the tensors and figures that differ, in the order of the first side."""
     rows = []
-    tensors = {**first.tensors, **second.tensors}
-    for key in tensors:
-        before_tensor = first.tensors.get(key)
-        after_tensor = second.tensors.get(key)
-        row = _differing_tensor(key, before_tensor, after_tensor)
+    for key in {**first.tensors, **second.tensors}:
+        row = _differing_tensor(key, first.tensors.get(key), second.tensors.get(key))
         if row is not None:
             rows.append(row)
     figures = {}
@@ -248,10 +242,8 @@ def _differing_tensor(
     """Return the values of a tensor that differ, or None if none does."""
     layer, role = key
     row: JsonObject = {"layer": layer, "tensor": role}
-    if before is None:
-        return row | {"only_in": "second"}
-    if after is None:
-        return row | {"only_in": "first"}
+    if before is None or after is None:
+        return row | {"only_in": "second" if before is None else "first"}
     specs = _differing(before["spec"], after["spec"], after["spec"])
     values = _differing(before, after, ("scale", "zero_point", *_SQNR))
     if not specs and not values:
@@ -261,13 +253,8 @@ def _differing_tensor(
 
 def _differing(before: JsonMapping, after: JsonMapping, names: Iterable[str]) -> JsonObject:
     """Return both values of each name whose values differ."""
-    differing = {}
-    for name in names:
-        first = before.get(name)
-        second = after.get(name)
-        if first != second:
-            differing[name] = [first, second]
-    return differing
+    pairs = {name: [before.get(name), after.get(name)] for name in names}
+    return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
 
 
 def _is_worse(before: float | None, after: float | None, *, is_lower_better: bool) -> bool:
@@ -380,26 +367,18 @@ def of_folders(
     before = side_of_folder(Path(first))
     after = side_of_folder(Path(second))
     if not (before.is_tested and after.is_tested):
-        untested = second if before.is_tested else first
-        _report_untested(untested, is_judged=is_judged)
+        folder = second if before.is_tested else first
+        fault = f"{folder} was not tested"
+        if is_judged:
+            raise UsageError(
+                f"{fault}, so --fail-on cannot judge it",
+                help=f"run `quantizer --quant_mode test --output_dir {folder} --model FILE` "
+                "first",
+            )
+        say_note(f"note: {fault}, so no SQNR and no metric is compared")
         before = before.without_test()
         after = after.without_test()
     return _show(before, after, options)
-
-
-def _report_untested(folder: str, *, is_judged: bool) -> None:
-    """Say that only what calibration has written is compared.
-
-    Raises:
-        UsageError: the figures that test mode measures are judged.
-    """
-    fault = f"{folder} was not tested"
-    if is_judged:
-        raise UsageError(
-            f"{fault}, so --fail-on cannot judge it",
-            help=f"run `quantizer --quant_mode test --output_dir {folder} --model FILE` first",
-        )
-    say_note(f"note: {fault}, so no SQNR and no metric is compared")
 
 
 def of_configs(first: str, second: str, options: Options) -> Difference:

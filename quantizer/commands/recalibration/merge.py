@@ -102,16 +102,17 @@ def _merge(places: list[Path], folder: Path, options: Options) -> Outcome:
     is_merged = "merge" in read_commands(folder).get(COMMANDS_KEY, ())
     require_expendable(folder, places, overwrite=options.overwrite or is_merged)
     first = infos[0]
+    seed = first.header["seed"]
     config = stored_config(first)
     # The places of settings in the user's config are those of the first calibration.
     origins = {name: first.files[name].content() for name in ORIGIN_FILES}
     _require_mergeable(infos, config)
-    seed_everything(infos[0].header["seed"])
+    seed_everything(seed)
     loaded = session.open_model(options)
-    batch = example_batch(infos[0].header)
+    batch = example_batch(first.header)
     with locked(folder), log_run(folder, options):
         original = with_views(reuse_or_trace(loaded.module, batch, first))
-        check_model(infos[0], original)
+        check_model(first, original)
         check_owner(folder, original.model, overwrite=options.overwrite)
         batches = Batches(
             lambda: iter((batch,)),
@@ -125,7 +126,7 @@ def _merge(places: list[Path], folder: Path, options: Options) -> Outcome:
             config=config,
             batches=batches,
             events=run_display({}, quiet=options.quiet),
-            seed=infos[0].header["seed"],
+            seed=seed,
             statistics=tuple(
                 StoredStatistics(info.statistics(), int(info.header["batches"]))
                 for info in infos
@@ -182,12 +183,10 @@ def _model_differences(first: Mapping[str, Any], other: Mapping[str, Any]) -> It
     """Yield sentences about what differs in the models of two calibrations."""
     if first["model"] != other["model"]:
         yield f"it is of {other['model']}, not of {first['model']}"
-    layer = fingerprint.first_difference(first["layers"], other["layers"])
-    if layer is not None:
-        yield f"layer {layer} differs"
-    weight = fingerprint.first_difference(first["weights"], other["weights"])
-    if weight is not None:
-        yield f"the weight {weight} differs"
+    for key, called in (("layers", "layer"), ("weights", "the weight")):
+        name = fingerprint.first_difference(first[key], other[key])
+        if name is not None:
+            yield f"{called} {name} differs"
 
 
 def _setting_differences(first: Mapping[str, Any], other: Mapping[str, Any]) -> Iterator[str]:
@@ -217,21 +216,15 @@ def _insufficient(header: Mapping[str, Any], config: ResolvedConfig) -> Iterator
 
 def _merged_data(infos: Sequence[QuantInfo]) -> dict[str, Any]:
     """Return one fingerprint of the data of all folders. Its digest is the hash of theirs."""
-    samples = 0
-    batches = 0
+    parts = [info.header["data"] for info in infos]
     kinds: dict[str, set[Any]] = {}
-    digest = hashlib.blake2b(digest_size=16)
-    for info in infos:
-        data = info.header["data"]
-        samples += data["samples"]
-        batches += data["batches"]
-        digest.update(data["digest"].encode())
+    for data in parts:
         for name, input_kinds in data["inputs"].items():
             kinds.setdefault(name, set()).update(input_kinds)
-    inputs = {name: sorted(kinds[name]) for name in sorted(kinds)}
+    digests = "".join(data["digest"] for data in parts)
     return {
-        "samples": samples,
-        "batches": batches,
-        "inputs": inputs,
-        "digest": digest.hexdigest(),
+        "samples": sum(data["samples"] for data in parts),
+        "batches": sum(data["batches"] for data in parts),
+        "inputs": {name: sorted(kinds[name]) for name in sorted(kinds)},
+        "digest": hashlib.blake2b(digests.encode(), digest_size=16).hexdigest(),
     }
