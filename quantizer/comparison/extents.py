@@ -212,18 +212,17 @@ class ChannelExtents:
         """Return the channels with a narrow range far from zero that lose what varies."""
         if self.count < MIN_FOR_RANGE or len(self.low) < 2:
             return []
-        mean_error = self.error / self.count
-        lost = is_lost(self.low, self.high, self.moments, mean_error.sqrt())
-        return _indices(lost)
+        rms_error = (self.error / self.count).sqrt()
+        return _indices(is_lost(self.low, self.high, self.moments, rms_error))
 
     @property
     def lost_noise(self) -> list[Noise]:
         """Return the noise of each lost channel, without the energy of what does not vary."""
-        noises = []
-        for index in self.lost:
-            squares = float(self.moments.squares[index])
-            noises.append(varying_noise(squares, float(self.error[index])))
-        return noises
+        squares = self.moments.squares
+        return [
+            varying_noise(float(squares[index]), float(self.error[index]))
+            for index in self.lost
+        ]
 
 
 def _indices(is_true: Tensor) -> list[int]:

@@ -351,11 +351,10 @@ class ComparedNetworks:
 
     def _sample_rows(self, outputs: Sequence[Tensor], batch: Batch) -> list[SampleRows | None]:
         """Return where the samples of each output are."""
-        rows = []
-        for number, output in enumerate(self._comparison.outputs):
-            sample_rows = self._samples.rows(number, outputs[number], output.sample_axis, batch)
-            rows.append(sample_rows)
-        return rows
+        return [
+            self._samples.rows(number, outputs[number], output.sample_axis, batch)
+            for number, output in enumerate(self._comparison.outputs)
+        ]
 
 
 @torch.no_grad()

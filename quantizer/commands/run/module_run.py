@@ -167,7 +167,11 @@ class RunOnModules:
         content = {"tensors": len(plan.tensors), "untraceable": self.error.message}
         line = f"{counted(len(plan.tensors), 'tensor')} quantized without data"
         calibrated = Outcome({}, content, [line], plan=plan)
-        opened = replace(self.opened, improvement=self._improvement())
+        opened = replace(
+            self.opened,
+            improvement=f"change {self.opened.loaded.name} so that torch.export can trace it. "
+            "Until then there is no GPTQ, no quantized activation and no figure of a layer.",
+        )
         left_float = {}
         for path, kind in uncovered_modules(model, plan.graph).items():
             left_float[path] = f"there are no quantization rules for {kind}"
@@ -182,13 +186,6 @@ class RunOnModules:
             tested,
             untraced=untraced,
             remedy="`exclude` in the config leaves layers in float",
-        )
-
-    def _improvement(self) -> str:
-        """Return what would lose less."""
-        return (
-            f"change {self.opened.loaded.name} so that torch.export can trace it. Until then "
-            "there is no GPTQ, no quantized activation and no figure of a layer."
         )
 
     def _quantized(

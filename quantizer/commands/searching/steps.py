@@ -49,14 +49,14 @@ _MAX_ON_ALL = 100
 """With more quantized tensors, each is measured on one batch instead of `NOISE_BATCHES`."""
 
 
-def _edited(edit: Callable[[JsonMapping], JsonObject], trial: Trial) -> Trial:
-    """Return the trial with an edited document."""
-    return replace(trial, document=edit(trial.document))
-
-
 def _change(text: str, edit: Callable[..., JsonObject], **arguments: Any) -> Change:
     """Return the change that calls `edit(document, **arguments)`."""
-    return Change(text, partial(_edited, partial(edit, **arguments)))
+
+    def apply(trial: Trial) -> Trial:
+        """Return the trial with an edited document."""
+        return replace(trial, document=edit(trial.document, **arguments))
+
+    return Change(text, apply)
 
 
 def _always(*changes: Change) -> Callable[[Search], Iterator[Change]]:
