@@ -218,11 +218,9 @@ class ChannelExtents:
     @property
     def lost_noise(self) -> list[Noise]:
         """Return the noise of each lost channel, without the energy of what does not vary."""
-        squares = self.moments.squares
-        return [
-            varying_noise(float(squares[index]), float(self.error[index]))
-            for index in self.lost
-        ]
+        squares = self.moments.squares.tolist()
+        errors = self.error.tolist()
+        return [varying_noise(squares[index], errors[index]) for index in self.lost]
 
 
 def _indices(is_true: Tensor) -> list[int]:

@@ -88,9 +88,8 @@ class OutputMeasure:
     def sqnr_db(self) -> float:
         """Return the lowest SQNR of a part, in dB, on the batches that count."""
         noises = self._noises.items()
-        return min(
-            (decibel(self._signals[name], noise) for name, noise in noises), default=math.inf
-        )
+        ratios = [decibel(self._signals[name], noise) for name, noise in noises]
+        return min(ratios, default=math.inf)
 
     def _weighted(self, energies: Mapping[str, float]) -> float:
         """Return the sum of the energies of all parts, each times its weight."""

@@ -327,11 +327,11 @@ def _reason_to_keep(plan: Plan, name: str) -> str | None:
 def _candidate(plan: Plan, layers: Sequence[str]) -> Candidate:
     """Return the candidate for a weight that these layers share."""
     tensors = [plan.tensors[name, "weights"] for name in layers]
-    # The rule for scales follows the dtype if one entry of the file states both
-    implied = all(
-        "default" != tensor.origins["dtype"] == tensor.origins["symmetric_scale"]
-        for tensor in tensors
-    )
+    implied = True
+    for tensor in tensors:
+        # The rule for scales follows the dtype if one entry of the file states both
+        origin = tensor.origins["dtype"]
+        implied &= origin != "default" and tensor.origins["symmetric_scale"] == origin
     specs = tuple(tensor.spec for tensor in tensors)
     return Candidate(tuple(layers), specs, implied)
 
