@@ -44,7 +44,6 @@ from quantizer.errors import GateError, UsageError
 from quantizer.evaluation.compare import same_in_each_pass
 from quantizer.evaluation.scores import Scores, score
 from quantizer.export.targets import FOLDER, layer_choosing_option
-from quantizer.graph.channels.output_parts import output_parts
 from quantizer.graph.ir import Graph
 from quantizer.report import tables
 from quantizer.report.files import add_to_report, make_report, write_report
@@ -106,7 +105,7 @@ def run_test(
         passes.has_same_source = names_same_source(options, command)
     with report_place(info, options, ranks) as (place, noted):
         original = session.recall_graph(options, loaded, batches, info)
-        require_known_parts(gates, output_parts(original))
+        require_known_parts(gates, original)
         noted["data"] = batches.filled and batches.filled.to_json()
         noted["stamp"] = batches.stamp
         if not ranks.is_alone:

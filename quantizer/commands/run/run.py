@@ -60,7 +60,6 @@ from quantizer.export.sized_widths import SIZED, SizedRun, config_within, requir
 from quantizer.export.targets import EXPORTERS, require_choices
 from quantizer.export.value_names import require_fitting_names
 from quantizer.export.without_codes import layers_to_leave
-from quantizer.graph.channels.output_parts import output_parts
 from quantizer.graph.ir import Graph
 from quantizer.graph.modules import module_graph
 from quantizer.graph.tracing.untraced import untraced_part
@@ -210,7 +209,7 @@ def _run(options: RunOptions, gates: Sequence[Gate]) -> FinishedRun:
             graph = opened.graph
         except UntraceableError as error:
             return _on_modules(options, opened, gates, name=name, error=error)
-        require_known_parts(gates, output_parts(graph))
+        require_known_parts(gates, graph)
         require_products(gates, graph)
         require_fitting_names(options.target_choices, model, graph)
         require_model(target, choices, model)

@@ -29,7 +29,6 @@ from quantizer.config.wording import counted
 from quantizer.errors import GateError
 from quantizer.evaluation.ablation import Ablation, ablate_calibrated
 from quantizer.evaluation.analyze import NOISE_BATCHES, few
-from quantizer.graph.channels.output_parts import output_parts
 from quantizer.graph.ir import Graph
 from quantizer.layerwise.fold import SCALE_OP
 from quantizer.numerics.codes import bits_of
@@ -357,7 +356,7 @@ def cheapest_floats(subject: Subject, metric: str) -> tuple[FloatLayers, Ablatio
     evaluator = session.evaluator_of(options, subject.loaded)
     if evaluator is None:
         require_known_names([gate], options)
-    require_known_parts([gate], output_parts(subject.original))
+    require_known_parts([gate], subject.original)
     require_measured([gate], never_measured_metrics(subject.original))
     evaluation = session.open_data(options, subject.loaded, evaluation=True)
     if evaluator is None:

@@ -35,7 +35,6 @@ from quantizer.commands.searching.tuned_run import (
 from quantizer.config.load import load_config
 from quantizer.errors import UsageError
 from quantizer.export.exporting import require_extras
-from quantizer.graph.channels.output_parts import output_parts
 from quantizer.printable import json_text
 from quantizer.results.result_set import locked, require_result_folder
 from quantizer.results.write import check_owner
@@ -116,7 +115,7 @@ def _tune(options: TuneOptions, gates: Sequence[Gate]) -> TunedRun:
         raise session.missing_data()
     if session.evaluator_of(options, opened.loaded) is None:
         require_known_names(gates, options)
-    require_known_parts(gates, output_parts(opened.graph))
+    require_known_parts(gates, opened.graph)
     with locked(folder):
         check_owner(folder, opened.graph.model, overwrite=options.overwrite)
     path = folder / TUNED_CONFIG
