@@ -61,22 +61,22 @@ JOBS = {
 
 
 COMMON_CLOCKS = (
-    ("quantizer.cli.opening.session", "open_data", "make the model and the data"),
-    ("quantizer.cli.opening.session", "open_model", "make the model and the data"),
+    ("quantizer.cli.session", "open_data", "make the model and the data"),
+    ("quantizer.cli.session", "open_model", "make the model and the data"),
 )
 CLOCKS = {
     "calib": (
         *COMMON_CLOCKS,
-        ("quantizer.cli.opening.session", "trace_model", "trace"),
+        ("quantizer.cli.session", "trace_model", "trace"),
         ("quantizer.cli.modes.calib_mode", "write_results", "write"),
         ("quantizer.cli.modes.calib_mode", "write_report", "report"),
     ),
     "test": (
         *COMMON_CLOCKS,
         ("quantizer.cli.modes.test_mode", "read_info", "open the results"),
-        ("quantizer.cli.opening.session", "recall_graph", "compare with the stored graph"),
+        ("quantizer.cli.session", "recall_graph", "compare with the stored graph"),
         ("quantizer.cli.modes.test_mode", "reopen_calibration", "make the quantized network"),
-        ("quantizer.cli.opening.session", "resolved_plan", "plan"),
+        ("quantizer.cli.session", "resolved_plan", "plan"),
         ("quantizer.cli.modes.test_mode", "score", "run both networks"),
         ("quantizer.cli.modes.test_mode", "write_report", "report"),
     ),

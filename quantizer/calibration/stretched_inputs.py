@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from quantizer.calibration.solution import Solution
-from quantizer.comparison.sample_noise import sample_name
+from quantizer.comparison.samples import sample_name
 from quantizer.config.wording import counted, first_names
 from quantizer.observers import code_range_of, largest_by_index
 from quantizer.plan.model import Plan

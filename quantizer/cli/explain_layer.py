@@ -7,12 +7,12 @@ from typing import Any
 
 import click
 
+from quantizer.cli import session
 from quantizer.cli.arguments.options import Options
-from quantizer.cli.opening import session
-from quantizer.cli.opening.traced_model import traced_model
 from quantizer.cli.terminal.render import say
 from quantizer.cli.terminal.screen import notes_on_stderr
 from quantizer.config.document.document import Document
+from quantizer.cli.traced_model import traced_model
 from quantizer.config.document.read import read_document
 from quantizer.config.forms.hierarchical_spec import FIELDS_OF_KEYS, specification
 from quantizer.config.forms.layered import FIELDS
@@ -83,21 +83,17 @@ def _values(tensor: TensorPlan, document: Document, form: str) -> dict[str, tupl
     """Return for each key that has an effect its value, and its place in the file or
     "default".
     """
-    origins = {}
-    for field, origin in tensor.origins.items():
-        if tensor.spec.is_scaled or field == "dtype":
-            origins[field] = origin
     values: dict[str, tuple[Any, str]] = {}
+    elements = {}
     default_fields = set()
-    for field, origin in origins.items():
+    for field, origin in tensor.origins.items():
+        if not tensor.spec.is_scaled and field != "dtype":
+            continue
         if origin not in document.paths_at:
             default_fields.add(field)
             continue
         path = document.paths_at[origin]
         values[str(path[-1])] = (document.at(*path), origin)
-    elements = {}
-    for origin in origins.values():
-        path = document.paths_at.get(origin, ("",))
         # This key decides the number format together with dtype.
         element = (*path[:-1], "mx_element_dtype")
         place = document.place(*element)

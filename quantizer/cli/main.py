@@ -49,26 +49,25 @@ from quantizer.errors import (
     lost_worker,
     pip_line,
 )
-from quantizer.plugins import commands, if_command, loaded, remedy_for_absent
+from quantizer.plugins import commands, if_command, remedy_for_absent
 from quantizer.printable import one_line
 from quantizer.sources.user_code import ends_in_user_code, imported_once, user_error
 from quantizer.storage import process_memory
 from quantizer.storage.ownership import is_owned
 from quantizer.storage.replacing import replace_file
 
+_HERE = "quantizer.cli.config_commands"
 _COMMANDS = {
     "validate": Command(
-        "quantizer.cli.validate:validate", "Check config files and list all their errors.", 4
+        f"{_HERE}:validate", "Check config files and list all their errors.", 4
     ),
     "explain": Command(
-        "quantizer.cli.explain:explain",
-        "Explain an error code, a config key, or a layer's settings.",
-        6,
+        f"{_HERE}:explain", "Explain an error code, a config key, or a layer's settings.", 6
     ),
     "schema": Command(
-        "quantizer.cli.validate:schema", "Print the JSON Schema of the config, for editors.", 16
+        f"{_HERE}:schema", "Print the JSON Schema of the config, for editors.", 16
     ),
-    "help": Command("quantizer.cli.explain:help_command", "Show the help of a command.", 17),
+    "help": Command(f"{_HERE}:help_command", "Show the help of a command.", 17),
 }
 """The commands that are always there."""
 _RUN_MODE = "quantizer.cli.modes.run_mode:run_mode"
@@ -112,7 +111,7 @@ class LazyCommands(GroupedCommand, click.Group):
         """Import a subcommand and return it; return None if there is none of this name."""
         if cmd_name not in subcommands():
             return None
-        command: click.Command = _load(subcommands()[cmd_name].function)
+        command: click.Command = process.load(subcommands()[cmd_name].function)
         return command
 
     def resolve_command(
@@ -231,7 +230,7 @@ def cli(ctx: click.Context, /, options: Options) -> int | None:
             )
         click.echo(ctx.get_help(), err=True)
         return UsageError.exit_code
-    code: int | None = _load(_RUN_MODE)(options)
+    code: int | None = process.load(_RUN_MODE)(options)
     return code
 
 
@@ -345,12 +344,6 @@ def _call(arguments: list[str]) -> Any:
             "plan", "; `quantizer plan` with the same options predicts the memory of a run"
         )
         raise OutOfMemoryError(message, help=remedy) from error
-
-
-def _load(target: str) -> Any:
-    module, _, _ = target.partition(":")
-    with process.at_once(), process_memory.importing(module):
-        return loaded(target)
 
 
 def _show(message: str, help_text: str | None) -> None:

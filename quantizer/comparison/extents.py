@@ -1,10 +1,12 @@
 """Holds the ranges of outputs, and of their channels, in the float network and the quantized
-one.
+one. Measures what quantization leaves of each channel's variation, so that a channel of large
+values cannot hide the loss of a small one.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -173,8 +175,8 @@ class ChannelExtents:
     @property
     def whole(self) -> tuple[Extent, Extent]:
         """Return the ranges of all channels together, in both networks."""
-        reference = _extent(self.low, self.high)
-        other = _extent(self.other_low, self.other_high)
+        reference = Extent(float(self.low.min()), float(self.high.max()))
+        other = Extent(float(self.other_low.min()), float(self.other_high.max()))
         return reference, other
 
     def merged(self, other: ChannelExtents) -> ChannelExtents | None:
@@ -210,25 +212,15 @@ class ChannelExtents:
         """Return the channels with a narrow range far from zero that lose what varies."""
         if self.count < MIN_FOR_RANGE or len(self.low) < 2:
             return []
-        mean_error = self.error / self.count
-        lost = is_lost(self.low, self.high, self.moments, mean_error.sqrt())
-        return _indices(lost)
+        rms_error = (self.error / self.count).sqrt()
+        return _indices(is_lost(self.low, self.high, self.moments, rms_error))
 
     @property
     def lost_noise(self) -> list[Noise]:
         """Return the noise of each lost channel, without the energy of what does not vary."""
-        noises = []
-        for index in self.lost:
-            squares = float(self.moments.squares[index])
-            noises.append(varying_noise(squares, float(self.error[index])))
-        return noises
-
-
-def _extent(low: Tensor, high: Tensor) -> Extent:
-    """Return the range of all channels together."""
-    least = float(low.min())
-    greatest = float(high.max())
-    return Extent(least, greatest)
+        squares = self.moments.squares.tolist()
+        errors = self.error.tolist()
+        return [varying_noise(squares[index], errors[index]) for index in self.lost]
 
 
 def _indices(is_true: Tensor) -> list[int]:
@@ -254,3 +246,90 @@ def other_axes(values: Tensor, axis: int) -> list[int]:
     axes = list(range(values.dim()))
     del axes[axis]
     return axes
+
+
+MAX_LOST = 0.2
+"""An error of more than this share of a channel's effect is a loss."""
+MIN_EFFECT = 0.01
+"""Channels with less than this share of the largest effect are not judged."""
+_STEPS_TO_RMS = math.sqrt(12)
+"""Rounding to multiples of a step has an error of the step divided by this number."""
+
+
+@dataclass(frozen=True)
+class ChannelNoise:
+    """How much each channel of a tensor varies, and how much its error does.
+
+    A constant error of a channel takes nothing from its variation, so it does not count.
+
+    Args:
+        values: [channels] of the float values.
+        error: [channels] of the error.
+    """
+
+    values: Moments
+    error: Moments
+
+    @classmethod
+    def of(cls, x: Tensor, y: Tensor, axis: int) -> ChannelNoise:
+        """Return the noise of one batch.
+
+        Args:
+            x: the float values.
+            y: their approximation, in the same shape.
+            axis: of the channels.
+        """
+        axes = other_axes(x, axis)
+        return cls(Moments.of(x, axes), Moments.of(y.float() - x.float(), axes))
+
+    def merged(self, other: ChannelNoise) -> ChannelNoise:
+        """Return the noise over both batches."""
+        return ChannelNoise(self.values.merged(other.values), self.error.merged(other.error))
+
+    @property
+    def codes_per_deviation(self) -> Tensor:
+        """Return how many codes each channel has per standard deviation, infinity without an
+        error. Channels whose values all have one code seem to have 0.3.
+        """
+        return self.values.deviation / (self.error.deviation * _STEPS_TO_RMS)
+
+
+def effect_errors(
+    noise: ChannelNoise, columns: Iterable[tuple[Tensor, Tensor]]
+) -> tuple[Tensor, Tensor]:
+    """Return the effect of each channel on the layers that multiply it, and what is lost of it.
+
+    To first order, the effect of a channel is its standard deviation times the norm of its
+    weights. Its error is that of the channel and that of the weights.
+
+    Args:
+        noise: of the channels.
+        columns: for each layer, the energy of the weights of each channel and that of their
+            error, [channels] each. Without a layer, all channels have equal weights.
+
+    Returns:
+        [channels] effects, and [channels] errors as shares of these; 0 for constant channels.
+    """
+    values = noise.values
+    weights = torch.zeros_like(values.mean)
+    errors = torch.zeros_like(values.mean)
+    is_weighted = False
+    for energy, error in columns:
+        weights += energy
+        errors += error
+        is_weighted = True
+    if not is_weighted:
+        weights += 1
+    shares = noise.error.squares / values.squares + errors / weights
+    effects = values.deviation * weights.sqrt()
+    has_effect = values.is_varying & (effects > 0)
+    return effects * has_effect, torch.where(has_effect, shares, 0.0).sqrt()
+
+
+def column_energy(squares: Tensor) -> Tensor:
+    """Return the sum of squares of each input channel's weights, [channels].
+
+    Args:
+        squares: [groups, a group's outputs, its inputs, taps].
+    """
+    return squares.sum((1, 3)).flatten().cpu().double()

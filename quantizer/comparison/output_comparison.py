@@ -13,8 +13,7 @@ from torch import Tensor
 
 from quantizer.comparison.extents import ChannelExtents
 from quantizer.comparison.output_figures import OutputFigures, PartFigures, RowCounts
-from quantizer.comparison.sample_noise import together
-from quantizer.comparison.sample_rows import SampleFinder, SampleRows
+from quantizer.comparison.samples import SampleFinder, SampleRows, together
 from quantizer.errors import ModelError
 from quantizer.graph.channels.output_parts import (
     Output,
@@ -352,11 +351,10 @@ class ComparedNetworks:
 
     def _sample_rows(self, outputs: Sequence[Tensor], batch: Batch) -> list[SampleRows | None]:
         """Return where the samples of each output are."""
-        rows = []
-        for number, output in enumerate(self._comparison.outputs):
-            sample_rows = self._samples.rows(number, outputs[number], output.sample_axis, batch)
-            rows.append(sample_rows)
-        return rows
+        return [
+            self._samples.rows(number, outputs[number], output.sample_axis, batch)
+            for number, output in enumerate(self._comparison.outputs)
+        ]
 
 
 @torch.no_grad()

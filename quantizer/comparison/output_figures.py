@@ -23,8 +23,13 @@ from quantizer.comparison.extents import (
     varying_noise,
 )
 from quantizer.comparison.noise import Moments, Noise
-from quantizer.comparison.sample_noise import BELOW_DB, SampleFigures, SampleNoise, sample_json
-from quantizer.comparison.sample_rows import SampleRows
+from quantizer.comparison.samples import (
+    BELOW_DB,
+    SampleFigures,
+    SampleNoise,
+    SampleRows,
+    sample_json,
+)
 from quantizer.errors import DataError
 from quantizer.graph.channels.output_parts import Output
 from quantizer.numerics.metrics import Energies
@@ -393,29 +398,6 @@ def pooled_noise(outputs: Sequence[OutputFigures]) -> Noise:
     for output in outputs:
         noise.merge(output.whole.noise)
     return noise
-
-
-def named_metrics(outputs: Sequence[OutputFigures]) -> dict[str, float]:
-    """Return the figures of each output and part, by the names that gates use for them, such as
-    `sqnr_db[0.boxes]`.
-    """
-    metrics = {}
-    for output in outputs:
-        for row in output.rows:
-            samples = row.sample_figures
-            figures = {
-                "sqnr_db": row.sqnr_db,
-                WORST_SAMPLES: None if samples is None else samples.worst_db,
-                "cosine": row.cosine,
-                "equal_outputs": row.equal_share,
-            }
-            if row is output.whole and output.order is not None and output.order.rows:
-                figures[ROWS_KEPT] = output.order.share
-            for figure, value in figures.items():
-                for name in (row.name, row.index):
-                    if name and value is not None:
-                        metrics[f"{figure}[{name}]"] = value
-    return metrics
 
 
 def metric_names(outputs: Sequence[Output]) -> set[str]:

@@ -55,9 +55,7 @@ class OutputMeasure:
         self._recorder = Recorder(self._comparison.outputs)
         execution = execution.advance(watch=self._recorder.watchers)
         self._expected = self._parts(execution.outputs())
-        signals = {}
-        for name, part in self._expected.items():
-            signals[name] = energy(part)
+        signals = {name: energy(part) for name, part in self._expected.items()}
         total = math.fsum(signals.values())
         if not math.isfinite(total):
             raise DataError(NOT_FINITE, help="check the data and the weights")
@@ -77,33 +75,26 @@ class OutputMeasure:
         Returns:
             The energy; infinity for NaN.
         """
-        outputs = execution.advance().outputs()
-        parts = self._parts(outputs)
+        parts = self._parts(execution.advance().outputs())
         noises = {}
         for name, expected in self._expected.items():
-            noise = energy(expected - parts[name])
-            noises[name] = noise
+            noises[name] = energy(expected - parts[name])
             if is_counted:
-                self._noises[name] += noise
+                self._noises[name] += noises[name]
         total = self._weighted(noises)
         return total if math.isfinite(total) else math.inf
 
     @property
     def sqnr_db(self) -> float:
         """Return the lowest SQNR of a part, in dB, on the batches that count."""
-        ratios = []
-        for name, noise in self._noises.items():
-            ratio = decibel(self._signals[name], noise)
-            ratios.append(ratio)
+        noises = self._noises.items()
+        ratios = [decibel(self._signals[name], noise) for name, noise in noises]
         return min(ratios, default=math.inf)
 
     def _weighted(self, energies: Mapping[str, float]) -> float:
         """Return the sum of the energies of all parts, each times its weight."""
-        terms = []
-        for name, part in energies.items():
-            weight = self._weights.get(name, 0.0)
-            terms.append(weight * part)
-        return math.fsum(terms)
+        weights = self._weights
+        return math.fsum(weights.get(name, 0.0) * part for name, part in energies.items())
 
     def _parts(self, outputs: Sequence[Tensor]) -> dict[str, Tensor]:
         """Return the values of each part that counts."""
@@ -112,11 +103,8 @@ class OutputMeasure:
         for output, value in zip(comparison.outputs, outputs, strict=True):
             if not value.is_floating_point() or not value.numel():
                 continue
-            pieces = comparison.pieces(output, value, self._recorder)
-            for part, piece in pieces:
-                if self._only not in (None, part.name):
-                    continue
-                if not part.is_constant:
+            for part, piece in comparison.pieces(output, value, self._recorder):
+                if self._only in (None, part.name) and not part.is_constant:
                     parts[part.name] = piece
         return parts
 
@@ -130,10 +118,7 @@ def _weights(signals: Mapping[str, float]) -> dict[str, float]:
     if len(present) == 1:
         return dict.fromkeys(present, 1.0)
     total = math.fsum(present.values())
-    weights = {}
-    for name, signal in present.items():
-        weights[name] = total / signal / len(present)
-    return weights
+    return {name: total / signal / len(present) for name, signal in present.items()}
 
 
 class OutputNoises:
@@ -171,12 +156,9 @@ class OutputNoises:
         """
         signals = {name: noise.signal for name, noise in self.noises.items()}
         weights = _weights(signals)
-        terms = []
-        for name, noise in self.noises.items():
-            # An output that is all zero in the float network still counts
-            weight = weights.get(name, 1.0)
-            terms.append(weight * noise.error)
-        return math.fsum(terms)
+        noises = self.noises.items()
+        # An output that is all zero in the float network still counts
+        return math.fsum(weights.get(name, 1.0) * noise.error for name, noise in noises)
 
     @property
     def worst(self) -> str:
@@ -201,13 +183,11 @@ class AlikeOutputs:
 
     def __init__(self, outputs: Sequence[Output], network: Network, batch: Batch) -> None:
         self._factors: list[Tensor | None] = [None] * len(outputs)
-        execution = network.start(batch.args, batch.kwargs)
-        values = execution.advance().outputs()
+        values = network.start(batch.args, batch.kwargs).advance().outputs()
         energies = {}
         for output, value in zip(outputs, values, strict=True):
             if value.is_floating_point():
-                pieces = _pieces(output, value)
-                for name, piece in pieces.items():
+                for name, piece in _pieces(output, value).items():
                     energies[name] = energy(piece)
         weights = _weights(energies)
         for number, value in enumerate(values):

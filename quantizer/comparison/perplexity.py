@@ -1,7 +1,11 @@
-"""Computes perplexity: how well a language model's logits predict the tokens of a text."""
+"""Computes how well a network predicts its targets: the top-1 accuracy of classes, and for the
+tokens of a text the perplexity.
+"""
+
+from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import torch.nn.functional as F
@@ -89,6 +93,42 @@ class TokenLoss:
         """
         mean = self.nll / self.tokens
         return math.exp(mean) if mean < _MAX_MEAN_LOSS else math.inf
+
+
+@dataclass
+class Score:
+    """How well one network predicts its targets: classes, or the next tokens of a text."""
+
+    labelled: int = 0
+    correct: int = 0
+    loss: TokenLoss = field(default_factory=TokenLoss)
+
+    def add(self, output: Tensor, batch: Batch) -> None:
+        """Add one batch. An output that does not fit its targets is ignored."""
+        target = batch.target
+        if target is not None and output.dim() == 2 and target.shape == output.shape[:1]:
+            hits = output.argmax(1) == target.to(output.device)
+            self.labelled += len(target)
+            self.correct += int(hits.sum())
+        following = next_tokens(batch) if output.dim() == 3 else None
+        if following is not None and following.shape == output.shape[:2]:
+            self.loss.add(output, following)
+
+    def merge(self, other: Score) -> None:
+        """Add other batches."""
+        self.labelled += other.labelled
+        self.correct += other.correct
+        self.loss.nll += other.loss.nll
+        self.loss.tokens += other.loss.tokens
+
+    def metrics(self) -> dict[str, float]:
+        """Return top-1 accuracy on labelled samples, perplexity on text."""
+        metrics: dict[str, float] = {}
+        if self.labelled:
+            metrics["top1"] = self.correct / self.labelled
+        if self.loss.tokens:
+            metrics["perplexity"] = self.loss.perplexity
+        return metrics
 
 
 def _agree(target: Tensor, ids: Tensor) -> bool:

@@ -124,9 +124,8 @@ class Analysis:
     def mean_bits(self, choice: WidthChoice) -> float:
         """Return the bits per value of the analysed weights, without scales."""
         widths = self.bits
-        bits = 0
-        for row, index in zip(self.rows, choice, strict=True):
-            bits += row.values * widths[index]
+        pairs = zip(self.rows, choice, strict=True)
+        bits = sum(row.values * widths[index] for row, index in pairs)
         return bits / sum(row.values for row in self.rows)
 
 
@@ -180,11 +179,9 @@ def analyze_weights(
         total += len(candidates)
     with RunStage(data.events, "analyze", total, unit) as stage:
         noises, energy = _noises(plan, candidates, widths, data, passes, stage.advance)
-    rows = []
-    for candidate, noise in zip(candidates, noises, strict=True):
-        rows.append(_row(plan, candidate, widths, noise))
-    other_bytes = weight_bytes(plan)[1]
-    other_bytes -= sum(row.config_bytes for row in rows)
+    pairs = zip(candidates, noises, strict=True)
+    rows = [_row(plan, candidate, widths, noise) for candidate, noise in pairs]
+    other_bytes = weight_bytes(plan)[1] - sum(row.config_bytes for row in rows)
     tied = _tied_rows(plan, candidates)
     return Analysis(widths, rows, fixed_widths, energy, other_bytes, passes, tied)
 
@@ -305,13 +302,10 @@ def width_candidates(plan: Plan) -> tuple[list[Candidate], dict[str, str]]:
 
 def _reason_of_any(plan: Plan, name: str, layers: Sequence[str]) -> str | None:
     """Return why the width of a layer's weight, shared by `layers`, cannot change."""
-    why = _reason_to_keep(plan, name)
-    if why is not None:
-        return why
-    for other in layers:
+    for other in (name, *layers):
         why = _reason_to_keep(plan, other)
         if why is not None:
-            return f"it shares the weight of {other}: {why}"
+            return why if other == name else f"it shares the weight of {other}: {why}"
     return None
 
 
@@ -337,8 +331,7 @@ def _candidate(plan: Plan, layers: Sequence[str]) -> Candidate:
     for tensor in tensors:
         # The rule for scales follows the dtype if one entry of the file states both
         origin = tensor.origins["dtype"]
-        if origin == "default" or tensor.origins["symmetric_scale"] != origin:
-            implied = False
+        implied &= origin != "default" and tensor.origins["symmetric_scale"] == origin
     specs = tuple(tensor.spec for tensor in tensors)
     return Candidate(tuple(layers), specs, implied)
 

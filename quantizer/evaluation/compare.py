@@ -20,12 +20,12 @@ from quantizer.calibration.memory_prediction import (
     bytes_in_step,
 )
 from quantizer.comparison.output_comparison import ComparedNetworks
+from quantizer.comparison.perplexity import Score
 from quantizer.config.roles import base_role, is_parameter, parameter_name
 from quantizer.distributed import ALONE, Ranks, merge_in_batch_order
-from quantizer.evaluation.network_comparison import LayerNoise, NetworkComparison, Score
+from quantizer.evaluation.network_comparison import LayerNoise, NetworkComparison
 from quantizer.evaluation.paired_run import NetworkPair, PairedRun
 from quantizer.graph.channels.output_parts import Output
-from quantizer.graph.ir import Graph
 from quantizer.layerwise.activation_store import half_of_what_is_free
 from quantizer.layerwise.sequential_runner import no_batches
 from quantizer.nn.network import Network
@@ -127,28 +127,27 @@ def compare(
         runs.results.clear()
 
     over_batches(batches, runs.add, ranks, exchange)
-    parameters = runs.parameters.rows()
     inputs = [row.measured(reference, quantized) for row in total.inputs]
-    return replace(total, layers=parameters + total.layers, inputs=inputs)
+    return replace(total, layers=runs.parameters + total.layers, inputs=inputs)
 
 
 class _GroupedRuns:
     """Runs batches in groups. All batches of a group run a segment of the networks before any
     batch runs the next segment. So each weight in a file is read once for the group.
 
+    If no weight is in a file, each batch runs alone.
+
     Attributes:
         results: the comparisons of the batches that have run.
-        parameters: the noise of weights and biases.
     """
 
     def __init__(self, pair: NetworkPair) -> None:
         self.results: list[NetworkComparison] = []
-        self.parameters = _ParameterNoise(pair)
         self._pair = pair
         self._segments = segments([pair.reference, pair.quantized])
-        self._limit = GroupLimit(pair.quantized.graph)
         self._batches: list[Batch] = []
         self._runs: dict[int, PairedRun] = {}
+        self._parameters: dict[str, list[LayerNoise]] = {}
 
     def add(self, number: int, batch: Batch) -> None:
         """Add a batch, and run the group if no further batch fits into it.
@@ -157,7 +156,7 @@ class _GroupedRuns:
             DataError: a batch cannot run; it is named by its number.
         """
         self._batches.append(batch)
-        has_room = self._limit.has_room(self._batches)
+        has_room = self._has_room()
         if has_room:
             # A loader may overwrite it when it reads the next one
             batch = batch.stable()
@@ -177,48 +176,36 @@ class _GroupedRuns:
             return
         self._runs = {}
         self._batches = []
-        end = len(self._pair.quantized.graph.nodes)
+        nodes = self._pair.quantized.graph.nodes
         for segment in self._segments:
             with keep_loaded(segment.weights):
                 for number in list(runs):
                     with prefix_batch_errors(number):
                         runs[number].advance(segment.stop)
-                        if segment.stop == end:
+                        if segment.stop == len(nodes):
                             # Its values are freed before the next batch gets there
                             self.results.append(runs.pop(number).finish())
-                self.parameters.add(segment.start, segment.stop)
+                for node in nodes[segment.start : segment.stop]:
+                    self._parameter_rows(node.name)
 
-
-class _ParameterNoise:
-    """The noise of weights and biases, which needs no data and is measured once."""
-
-    def __init__(self, pair: NetworkPair) -> None:
-        self._pair = pair
-        self._rows: dict[str, list[LayerNoise]] = {}
-
-    def add(self, start: int, stop: int) -> None:
-        """Measure the parameters of the nodes from index `start` on and before index `stop`."""
-        for node in self._pair.quantized.graph.nodes[start:stop]:
-            if node.name not in self._rows:
-                self._rows[node.name] = self._of_layer(node.name)
-
-    def rows(self) -> list[LayerNoise]:
-        """Return the noise of all parameters."""
-        nodes = self._pair.quantized.graph.nodes
-        self.add(0, len(nodes))
+    @property
+    def parameters(self) -> list[LayerNoise]:
+        """Return the noise of weights and biases, which needs no data and is measured once."""
         rows = []
-        for node in nodes:
-            rows += self._rows[node.name]
+        for node in self._pair.quantized.graph.nodes:
+            rows += self._parameter_rows(node.name)
         return rows
 
-    def _of_layer(self, name: str) -> list[LayerNoise]:
+    def _parameter_rows(self, name: str) -> list[LayerNoise]:
         """Return the noise of a layer's parameters.
 
         A bias is compared with its own rounding, because bias correction changes it on purpose.
         """
+        if name in self._parameters:
+            return self._parameters[name]
         layer = self._pair.quantized.layers[name]
         float_layer = self._pair.reference.layers[name]
-        rows = []
+        rows = self._parameters[name] = []
         for role, module in layer.quantizers.items():
             if not is_parameter(role):
                 continue
@@ -234,35 +221,35 @@ class _ParameterNoise:
             rows.append(row)
         return rows
 
-
-class GroupLimit:
-    """Limits the batches that run in step, so that the values of all of them fit into memory.
-
-    If no weight is in a file, each batch runs alone.
-
-    Args:
-        graph: of the networks that run.
-    """
-
-    def __init__(self, graph: Graph) -> None:
-        self._graph = graph
-
-    def has_room(self, batches: Sequence[Batch]) -> bool:
-        """Return whether another batch fits, if it is as large as the last of `batches`."""
-        if not self._graph.is_deferred or len(batches) >= MOST_BATCHES_IN_STEP:
+    def _has_room(self) -> bool:
+        """Return whether the values of another batch fit into memory, if it is as large as the
+        last one.
+        """
+        is_deferred = self._pair.quantized.graph.is_deferred
+        if not is_deferred or len(self._batches) >= MOST_BATCHES_IN_STEP:
             return False
-        sizes = [_input_values(batch) for batch in batches]
+        sizes = [_largest_input(batch) for batch in self._batches]
         return sum(sizes) + sizes[-1] <= self._most_values
 
     @cached_property
     def _most_values(self) -> float:
         """Return how many values the inputs of all batches together may have."""
-        graph = self._graph
+        graph = self._pair.quantized.graph
         budget = half_of_what_is_free(graph.device)
         if graph.device == CPU:
             budget = min(budget, MOST_BYTES_IN_STEP)
         samples = budget / max(1, bytes_in_step(graph, 1))
-        return samples * _traced_values(graph)
+        largest = 1
+        for node in graph.nodes:
+            if node.op == "input" and node.shape is not None:
+                sizes = [1 if size is None else size for size in node.shape]
+                largest = max(largest, math.prod(sizes))
+        return samples * largest
+
+
+def _largest_input(batch: Batch) -> int:
+    """Return how many values the largest input of a batch has."""
+    return max(tensor.numel() for _, tensor in batch.tensors())
 
 
 def keep_on_device(networks: Sequence[Network]) -> AbstractContextManager[None]:
@@ -276,21 +263,6 @@ def keep_on_device(networks: Sequence[Network]) -> AbstractContextManager[None]:
     if total_bytes(weights) > half_of_what_is_free(device):
         return keep_loaded([])
     return keep_loaded(weights)
-
-
-def _input_values(batch: Batch) -> int:
-    """Return how many values the largest input of a batch has."""
-    return max(tensor.numel() for _, tensor in batch.tensors())
-
-
-def _traced_values(graph: Graph) -> int:
-    """Return how many values the largest input has for one sample of the traced length."""
-    largest = 1
-    for node in graph.nodes:
-        if node.op == "input" and node.shape is not None:
-            sizes = [1 if size is None else size for size in node.shape]
-            largest = max(largest, math.prod(sizes))
-    return largest
 
 
 @dataclass

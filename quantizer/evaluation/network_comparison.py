@@ -6,12 +6,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
+from quantizer.comparison.extents import (
+    MAX_LOST,
+    MIN_EFFECT,
+    ChannelNoise,
+    column_energy,
+    effect_errors,
+)
 from quantizer.comparison.noise import Noise, beside_far_values
 from quantizer.comparison.output_figures import (
     POOLED_FIGURE,
@@ -19,18 +27,22 @@ from quantizer.comparison.output_figures import (
     WORST_SAMPLES,
     OutputFigures,
     lowest_cosine,
-    named_metrics,
     pooled_noise,
     worst,
     worst_samples_db,
 )
-from quantizer.comparison.perplexity import TokenLoss, next_tokens
-from quantizer.evaluation.input_effects import InputEffects
+from quantizer.comparison.perplexity import Score
 from quantizer.graph.channels.output_parts import Output, parts_named_as
+from quantizer.graph.edits import by_channel, input_weights
+from quantizer.graph.ir import Node
 from quantizer.nn.network import Network
+from quantizer.nn.quantizer import TensorQuantizer
 from quantizer.numerics.metrics import Approximation, noise_energies
+from quantizer.plan.readers import InputReaders, channel_names, input_readers
+from quantizer.results.calibrated import Calibrated
 from quantizer.sources.batches import Batch
 from quantizer.sources.data import Batches
+from quantizer.storage.deferred_tensor import loaded
 
 
 @dataclass
@@ -85,42 +97,6 @@ class LayerNoise:
 
 
 @dataclass
-class Score:
-    """How well one network predicts its targets: classes, or the next tokens of a text."""
-
-    labelled: int = 0
-    correct: int = 0
-    loss: TokenLoss = field(default_factory=TokenLoss)
-
-    def add(self, output: Tensor, batch: Batch) -> None:
-        """Add one batch. An output that does not fit its targets is ignored."""
-        target = batch.target
-        if target is not None and output.dim() == 2 and target.shape == output.shape[:1]:
-            hits = output.argmax(1) == target.to(output.device)
-            self.labelled += len(target)
-            self.correct += int(hits.sum())
-        following = next_tokens(batch) if output.dim() == 3 else None
-        if following is not None and following.shape == output.shape[:2]:
-            self.loss.add(output, following)
-
-    def merge(self, other: Score) -> None:
-        """Add other batches."""
-        self.labelled += other.labelled
-        self.correct += other.correct
-        self.loss.nll += other.loss.nll
-        self.loss.tokens += other.loss.tokens
-
-    def metrics(self) -> dict[str, float]:
-        """Return top-1 accuracy on labelled samples, perplexity on text."""
-        metrics: dict[str, float] = {}
-        if self.labelled:
-            metrics["top1"] = self.correct / self.labelled
-        if self.loss.tokens:
-            metrics["perplexity"] = self.loss.perplexity
-        return metrics
-
-
-@dataclass
 class NetworkComparison:
     """The result of running a float and a quantized network on the same batches.
 
@@ -156,8 +132,10 @@ class NetworkComparison:
         """Add the batches of another one, in which the same tensors were compared."""
         for noise, other_noise in zip(self.layers, other.layers, strict=True):
             noise.merge(other_noise)
-        _merge_figures(self.outputs, other.outputs)
-        _merge_figures(self.quantization, other.quantization)
+        figures = (*self.outputs, *self.quantization)
+        other_figures = (*other.outputs, *other.quantization)
+        for output, other_output in zip(figures, other_figures, strict=True):
+            output.merge(other_output)
         pairs = zip(self.inputs, other.inputs, strict=True)
         self.inputs = [row.merged(other_row) for row, other_row in pairs]
         if self.spoiled is None and other.spoiled is not None:
@@ -207,7 +185,23 @@ class NetworkComparison:
 
     def named_metrics(self) -> dict[str, float]:
         """Return the figures of each output and part, by names such as `sqnr_db[0.boxes]`."""
-        return named_metrics(self.outputs)
+        metrics = {}
+        for output in self.outputs:
+            for row in output.rows:
+                samples = row.sample_figures
+                figures = {
+                    "sqnr_db": row.sqnr_db,
+                    WORST_SAMPLES: None if samples is None else samples.worst_db,
+                    "cosine": row.cosine,
+                    "equal_outputs": row.equal_share,
+                }
+                if row is output.whole and output.order is not None and output.order.rows:
+                    figures[ROWS_KEPT] = output.order.share
+                for figure, value in figures.items():
+                    for name in (row.name, row.index):
+                        if name and value is not None:
+                            metrics[f"{figure}[{name}]"] = value
+        return metrics
 
     @property
     def losses(self) -> list[OutputFigures]:
@@ -239,11 +233,6 @@ class NetworkComparison:
         return pairs
 
 
-def _merge_figures(figures: Sequence[OutputFigures], others: Sequence[OutputFigures]) -> None:
-    for output, other in zip(figures, others, strict=True):
-        output.merge(other)
-
-
 @dataclass(frozen=True)
 class Networks:
     """The networks that a test compares.
@@ -264,6 +253,19 @@ class Networks:
     device: torch.device
     outputs: Sequence[Output]
 
+    @classmethod
+    def of(cls, calibrated: Calibrated, batches: Batches) -> Networks:
+        """Return the networks of a calibration."""
+        user = calibrated.user_graph
+        return cls(
+            Network(calibrated.float_graph),
+            calibrated.network(),
+            None if user is None else Network(user),
+            batches,
+            calibrated.original.device,
+            calibrated.outputs,
+        )
+
     @property
     def all(self) -> list[Network]:
         """Return the networks."""
@@ -283,3 +285,129 @@ class Networks:
     def first(self) -> Batch:
         """Return the first batch, which is read once, on demand."""
         return next(iter(self.batches)).to(self.device)
+
+
+@dataclass(frozen=True)
+class InputEffects:
+    """The effects of the channels of an input on the layers that multiply them.
+
+    Args:
+        readers: the layers, and the channels that they read.
+        quantizer: of these layers' own input, if there is one.
+        noise: of the channels; None before a batch.
+        effects: [channels] shares of the largest effect; None before all batches have run.
+        errors: [channels] what quantization takes from each effect, as a share of it.
+    """
+
+    readers: InputReaders
+    quantizer: TensorQuantizer | None = None
+    noise: ChannelNoise | None = None
+    effects: Tensor | None = None
+    errors: Tensor | None = None
+
+    @property
+    def source(self) -> str:
+        """Return the node whose value the layers read."""
+        return self.readers.group.source
+
+    def with_batch(self, x: Tensor, y: Tensor) -> InputEffects:
+        """Return it with the float and the quantized values of a batch."""
+        if x.shape != y.shape or not x.numel():
+            return self
+        if self.quantizer is not None:
+            y = self.quantizer.quantized_copy(y)
+        noise = ChannelNoise.of(x, y, self.readers.group.axis)
+        return self.merged(replace(self, noise=noise))
+
+    def merged(self, other: InputEffects) -> InputEffects:
+        """Return both, where the other one has later batches."""
+        if self.noise is None or other.noise is None:
+            return replace(self, noise=self.noise or other.noise)
+        return replace(self, noise=self.noise.merged(other.noise))
+
+    def measured(self, reference: Network, quantized: Network) -> InputEffects:
+        """Return it with the effects, from the weights of the layers in both networks."""
+        if self.noise is None:
+            return self
+        columns = []
+        for name in self.readers.group.layers:
+            node = reference.graph.by_name[name]
+            for key in input_weights(node):
+                exact = _columns(reference, node, key)
+                rounded = _columns(quantized, node, key)
+                difference = rounded - exact
+                energy = column_energy(exact.square())
+                error = column_energy(difference.square())
+                columns.append((energy, error))
+        effects, errors = effect_errors(self.noise, columns)
+        tiny = torch.finfo(effects.dtype).tiny
+        largest = effects.max().clamp_min(tiny)
+        return replace(self, effects=effects / largest, errors=errors)
+
+    @property
+    def lost(self) -> list[int]:
+        """Return the channels that have an effect, and lose more than a fifth of it."""
+        if self.effects is None or self.errors is None:
+            return []
+        is_heard = self.effects >= MIN_EFFECT
+        is_lost = is_heard & (self.errors > MAX_LOST)
+        indices: list[int] = is_lost.nonzero().flatten().tolist()
+        return indices
+
+    @property
+    def warning(self) -> str:
+        """Return a sentence on the channels that are lost; "" if there are none."""
+        if not self.lost or self.errors is None:
+            return ""
+        errors = self.errors[self.lost]
+        # An error of more than the effect itself
+        largest = min(1.0, float(errors.max()))
+        count = f"{len(self.lost)} of {len(self.errors)}"
+        names = channel_names(self.lost)
+        where = self.readers.channels_text(names)
+        layer = self.readers.group.layers[0]
+        return (
+            f"{count} input channels lose more than a fifth of their effect on {layer}: "
+            f"{where} lose up to {largest:.0%}"
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the figures by name, with an effect and an error for each channel."""
+        row: dict[str, Any] = {
+            "input": self.readers.name,
+            "layers": list(self.readers.group.layers),
+        }
+        if self.effects is not None and self.errors is not None:
+            row["effects"] = _rounded(self.effects)
+            row["errors"] = _rounded(self.errors)
+        return row
+
+
+def _rounded(values: Tensor) -> list[float | None]:
+    """Return figures with six digits behind the point; None for those that are not finite."""
+    figures: list[float | None] = []
+    for figure in values.tolist():
+        rounded = None
+        if math.isfinite(figure):
+            rounded = round(figure, 6)
+        figures.append(rounded)
+    return figures
+
+
+def _columns(network: Network, node: Node, key: str) -> Tensor:
+    """Return a weight of a layer, [groups, a group's outputs, its inputs, taps]."""
+    parameter = network.layers[node.name].get_parameter(key)
+    weight = loaded(parameter).detach()
+    return by_channel(node, weight).float()
+
+
+def empty_effects(quantized: Network) -> list[InputEffects]:
+    """Return the inputs of a network whose channels layers multiply, without a batch."""
+    rows = []
+    for readers in input_readers(quantized.graph, with_sums=True):
+        quantizers = quantized.layers[readers.group.layers[0]].quantizers
+        quantizer = None
+        if "input" in quantizers:
+            quantizer = cast(TensorQuantizer, quantizers["input"])
+        rows.append(InputEffects(readers, quantizer))
+    return rows

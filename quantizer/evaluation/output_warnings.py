@@ -9,10 +9,9 @@ from itertools import islice
 
 from quantizer.comparison.noise import Noise
 from quantizer.comparison.output_figures import OutputFigures, PartFigures, leaves, worst
-from quantizer.comparison.sample_noise import BELOW_DB, worst_words
+from quantizer.comparison.samples import BELOW_DB, worst_words
 from quantizer.config.wording import counted, first_names, named_output
 from quantizer.evaluation.network_comparison import LayerNoise, NetworkComparison, Networks
-from quantizer.evaluation.pass_loss import PassLoss
 from quantizer.graph.channels.output_parts import Output
 from quantizer.graph.ir import Graph
 from quantizer.nn.network import Network
@@ -331,28 +330,6 @@ def _about_rows(figures: OutputFigures) -> Iterator[OutputWarning]:
         text += f"network has {order.moved} at another position and does not select "
         text += f"{order.exchanged}. Only rows that both select are compared"
         yield OutputWarning("rows", name, text, layer)
-
-
-def lost_to_passes(passes: PassLoss | None) -> frozenset[str]:
-    """Return the outputs and parts that passes alone leave below LOW_DB."""
-    if passes is None:
-        return frozenset()
-    ratios = passes.by_output.items()
-    return frozenset(name for name, ratio in ratios if ratio < LOW_DB)
-
-
-def remark_on_passes(passes: PassLoss | None) -> str | None:
-    """Return a sentence if passes alone leave an output below LOW_DB, else None."""
-    if passes is None or passes.passes.db >= LOW_DB:
-        return None
-    output = "the model's output"
-    if passes.passes.name is not None:
-        output += f" {passes.passes.name}"
-    return (
-        f"before anything is quantized, {', '.join(passes.names)} reduce {output} to "
-        f"{passes.passes.db:.1f} dB on one batch: switch them off, or train the model with the "
-        "functions that they insert"
-    )
 
 
 def remark_on_low_sqnr(compared: NetworkComparison, networks: Networks) -> str | None:

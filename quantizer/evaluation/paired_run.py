@@ -16,8 +16,12 @@ from quantizer.comparison.noise import Noise
 from quantizer.comparison.output_comparison import ComparedNetworks, require_same_shape
 from quantizer.comparison.output_figures import leaves
 from quantizer.config.roles import is_parameter
-from quantizer.evaluation.input_effects import InputEffects, empty_effects
-from quantizer.evaluation.network_comparison import LayerNoise, NetworkComparison
+from quantizer.evaluation.network_comparison import (
+    InputEffects,
+    LayerNoise,
+    NetworkComparison,
+    empty_effects,
+)
 from quantizer.nn.network import Network
 from quantizer.nn.quantizer import TensorQuantizer
 from quantizer.nn.recorded_outputs import RecordedOutputs, digest_of

@@ -13,6 +13,7 @@ from torch import Tensor
 from quantizer.comparison.output_comparison import OutputComparison, Recorder
 from quantizer.comparison.output_figures import OutputFigures, leaves, pooled_noise, worst
 from quantizer.errors import DataError, ModelError
+from quantizer.evaluation.output_warnings import LOW_DB
 from quantizer.graph.channels.output_parts import Output, parts_named_as
 from quantizer.nn.network import Network
 from quantizer.results.calibrated import Calibrated
@@ -70,6 +71,26 @@ class PassLoss:
         """Return the three figures in one line."""
         return pass_loss_line(self.to_json())
 
+    @property
+    def lost(self) -> frozenset[str]:
+        """Return the outputs and parts that passes alone leave below LOW_DB."""
+        ratios = self.by_output.items()
+        return frozenset(name for name, ratio in ratios if ratio < LOW_DB)
+
+    @property
+    def remark(self) -> str:
+        """Return a sentence if passes alone leave an output below LOW_DB, else ""."""
+        if self.passes.db >= LOW_DB:
+            return ""
+        output = "the model's output"
+        if self.passes.name is not None:
+            output += f" {self.passes.name}"
+        return (
+            f"before anything is quantized, {', '.join(self.names)} reduce {output} to "
+            f"{self.passes.db:.1f} dB on one batch: switch them off, or train the model with "
+            "the functions that they insert"
+        )
+
     def to_json(self) -> dict[str, Any]:
         """Return the figures for report.json and run.json, infinite ones as null."""
         content: dict[str, Any] = {"names": list(self.names)}
@@ -112,16 +133,14 @@ def pass_loss_line(figures: Mapping[str, Any]) -> str:
 
 
 def pass_loss(calibrated: Calibrated, quantized: Network, batch: Batch) -> PassLoss | None:
-    """Return the loss by passes; None if no pass changes the function on the batch.
+    """Return the loss by passes; None if they do not change the function on the batch.
 
     Args:
-        calibrated: the model with its graph after passes.
+        calibrated: the model with its graph after passes that may change its function.
         quantized: its quantized network.
         batch: one batch of data, on the networks' device.
     """
     graph = calibrated.float_as_run
-    if not graph.deviations:
-        return None
     user_outputs = parts_named_as(calibrated.original, calibrated.original)
     passed_outputs = parts_named_as(graph, calibrated.original)
     watched = [*user_outputs, *passed_outputs]

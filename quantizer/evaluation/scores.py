@@ -2,18 +2,21 @@
 of both.
 """
 
+from __future__ import annotations
+
 import logging
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from quantizer.calibration.events import Events, RunStage
 from quantizer.comparison.output_figures import POOLED_FIGURE, WORST_SAMPLES
-from quantizer.comparison.sample_noise import BELOW_DB
+from quantizer.comparison.samples import BELOW_DB
 from quantizer.config.json_types import JsonMapping
 from quantizer.config.wording import quoted
 from quantizer.distributed import ALONE, Ranks
@@ -31,13 +34,9 @@ from quantizer.evaluation.network_comparison import NetworkComparison, Networks
 from quantizer.evaluation.output_warnings import (
     NOTES,
     OutputWarning,
-    lost_to_passes,
     output_warnings,
     remark_on_low_sqnr,
-    remark_on_passes,
 )
-from quantizer.evaluation.pass_loss import PassLoss, pass_loss
-from quantizer.nn.network import Network
 from quantizer.nn.recorded_outputs import RecordedOutputs
 from quantizer.results.calibrated import Calibrated
 from quantizer.sources.data import Batches
@@ -45,6 +44,9 @@ from quantizer.sources.directions import BY_NAME, Directions
 from quantizer.sources.models import Evaluate
 from quantizer.sources.padding import with_included
 from quantizer.sources.user_code import user_errors, was_called
+
+if TYPE_CHECKING:
+    from quantizer.evaluation.pass_loss import PassLoss
 
 _logger = logging.getLogger(__name__)
 
@@ -228,100 +230,61 @@ def score(
         DataError: no batch, other batches in another pass, or an output that is not finite.
     """
     same_in_each_pass(batches).calibrated = calibrated.data
-    quantized = calibrated.network()
-    reference = Network(calibrated.float_graph)
-    user = None if calibrated.user_graph is None else Network(calibrated.user_graph)
-    networks = Networks(
-        reference, quantized, user, batches, calibrated.original.device, calibrated.outputs
-    )
-    test = _Test(calibrated, module, networks, events, ranks, before)
+    networks = Networks.of(calibrated, batches)
+    quantized = networks.quantized
     if not ranks.is_first:
         function = None
+    measured = partial(
+        measure, batches=batches, device=networks.device, events=events, function=function
+    )
+    passes: PassLoss | None = None
     with keep_on_device(networks.all):
-        return test.scores(function, check, explained=explained)
-
-
-@dataclass(frozen=True)
-class _Test:
-    """A test whose networks are built. The arguments are those of `score`."""
-
-    calibrated: Calibrated
-    module: nn.Module
-    networks: Networks
-    events: Events
-    ranks: Ranks
-    before: Mapping[str, float] | None
-
-    def scores(
-        self,
-        function: Evaluate | None,
-        check: Callable[[Collection[str]], None],
-        *,
-        explained: bool,
-    ) -> Scores:
-        """Run the networks."""
-        batches = self.networks.batches
-        quantized = self.networks.quantized
-        before: Mapping[str, float] = {}
         if function is not None:
-            before = self._float_metrics(function)
+            if before is None:
+                before = measured(module, label="evaluate float")
             check(before.keys())
             _warn_of_unknown(function.directions, before)
         recorded = None if function is None else RecordedOutputs(quantized)
-        compared = self._compared(recorded)
-        batches.require_same(self.ranks)
-        passes = None
-        if self.ranks.is_first:
-            first = batches.first().to(self.networks.device)
-            passes = pass_loss(self.calibrated, quantized, first)
-        pairs: Mapping[str, Mapping[str, float]] = compared.pairs()
+        compared = _compared(networks, events, ranks, recorded)
+        batches.require_same(ranks)
+        if ranks.is_first and calibrated.float_as_run.deviations:
+            # Only passes that change the function need it
+            from quantizer.evaluation.pass_loss import pass_loss
+
+            first = batches.first().to(networks.device)
+            passes = pass_loss(calibrated, quantized, first)
+        pairs = compared.pairs()
         directions = BY_NAME
         if function is not None:
             directions = function.directions
             # The comparison has run the network on the same data
             quantized.recorded = recorded
-            after = self._measured(quantized, "evaluate quantized", function)
+            after = measured(quantized, label="evaluate quantized")
             quantized.recorded = None
-            pairs = in_pairs(before, after)
+            pairs = in_pairs(before or {}, after)
         scores = Scores(compared, pairs, directions, passes, judged_on=judged_on(batches))
-        if not explained or not self.ranks.is_first:
+        if not explained or not ranks.is_first:
             return scores
-        return replace(scores, warnings=_explained(scores, self.networks))
+        return replace(scores, warnings=_explained(scores, networks))
 
-    def _float_metrics(self, function: Evaluate) -> Mapping[str, float]:
-        """Return the user's metrics of the float model, measured if they are not known."""
-        if self.before is not None:
-            return self.before
-        return self._measured(self.module, "evaluate float", function)
 
-    def _measured(self, model: nn.Module, label: str, function: Evaluate) -> dict[str, float]:
-        """Return the user's metrics of one model."""
-        networks = self.networks
-        return measure(
-            model,
-            networks.batches,
-            networks.device,
-            self.events,
-            label=label,
-            function=function,
+def _compared(
+    networks: Networks, events: Events, ranks: Ranks, recorded: RecordedOutputs | None
+) -> NetworkComparison:
+    """Compare networks on all batches, and record the outputs of the quantized one."""
+    with RunStage(events, "test", networks.batches.total) as stage:
+        names = networks.batches.arguments.names
+        marked = (with_included(batch, names) for batch in networks.batches)
+        moved = (batch.to(networks.device) for batch in marked)
+        return compare(
+            networks.reference,
+            networks.quantized,
+            stage.counted(moved),
+            ranks,
+            user=networks.user,
+            outputs=networks.outputs,
+            recorded=recorded,
         )
-
-    def _compared(self, recorded: RecordedOutputs | None) -> NetworkComparison:
-        """Compare the networks on all batches, and record the outputs of the quantized one."""
-        networks = self.networks
-        with RunStage(self.events, "test", networks.batches.total) as stage:
-            names = networks.batches.arguments.names
-            marked = (with_included(batch, names) for batch in networks.batches)
-            moved = (batch.to(networks.device) for batch in marked)
-            return compare(
-                networks.reference,
-                networks.quantized,
-                stage.counted(moved),
-                self.ranks,
-                user=networks.user,
-                outputs=networks.outputs,
-                recorded=recorded,
-            )
 
 
 def remark_on_samples(metric: str, metrics: Mapping[str, float]) -> str:
@@ -342,16 +305,19 @@ def remark_on_samples(metric: str, metrics: Mapping[str, float]) -> str:
 
 def _explained(scores: Scores, networks: Networks) -> tuple[OutputWarning, ...]:
     """Return the warnings about outputs, and log them."""
-    of_passes = remark_on_passes(scores.passes)
-    if of_passes is not None:
+    of_passes = ""
+    explained: Collection[str] = ()
+    if scores.passes is not None:
+        of_passes = scores.passes.remark
+        explained = scores.passes.lost
+    if of_passes:
         _logger.warning("%s", of_passes)
-    explained = lost_to_passes(scores.passes)
     warnings = tuple(output_warnings(scores.comparison, networks, explained))
     log_warnings(warnings)
     is_named = any(
         warning.kind in ("random", "constant", "hidden", "below") for warning in warnings
     )
-    if is_named or scores.is_task_held or of_passes is not None:
+    if is_named or scores.is_task_held or of_passes:
         return warnings
     remark = remark_on_low_sqnr(scores.comparison, networks)
     if remark is not None:

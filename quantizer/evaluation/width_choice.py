@@ -140,13 +140,9 @@ def best_choice(analysis: Analysis, budget: Budget) -> tuple[int, ...]:
     for rows in groups:
         options = []
         for index in range(len(analysis.widths)):
-            sizes = []
-            noises = []
-            for row in rows:
-                sizes.append(costs[row][index])
-                noises.append(analysis.rows[row].noise[index])
-            option = Option(sum(sizes), math.fsum(noises))
-            options.append(option)
+            size = sum(costs[row][index] for row in rows)
+            noise = math.fsum(analysis.rows[row].noise[index] for row in rows)
+            options.append(Option(size, noise))
         items.append(options)
     choice = choose(items, limit)
     if choice is None:
@@ -168,18 +164,12 @@ def best_choice(analysis: Analysis, budget: Budget) -> tuple[int, ...]:
 
 def _row_groups(analysis: Analysis) -> list[Sequence[int]]:
     """Return the numbers of all rows, in groups that must have one width each."""
-    first_of: dict[int, Sequence[int]] = {}
-    tied: set[int] = set()
-    for rows in analysis.tied:
-        first_of[rows[0]] = rows
-        tied.update(rows)
-    groups: list[Sequence[int]] = []
+    tied = {number for rows in analysis.tied for number in rows}
+    groups: dict[int, Sequence[int]] = {rows[0]: rows for rows in analysis.tied}
     for number in range(len(analysis.rows)):
-        if number in first_of:
-            groups.append(first_of[number])
-        elif number not in tied:
-            groups.append([number])
-    return groups
+        if number not in tied:
+            groups[number] = [number]
+    return [groups[first] for first in sorted(groups)]
 
 
 def uniform_choice(analysis: Analysis, budget: Budget) -> tuple[int, ...] | None:
@@ -187,10 +177,8 @@ def uniform_choice(analysis: Analysis, budget: Budget) -> tuple[int, ...] | None
     it.
     """
     costs, limit = _costs(analysis, budget)
-    fitting = []
-    for index in range(len(analysis.widths)):
-        if sum(sizes[index] for sizes in costs) <= limit:
-            fitting.append(index)
+    indices = range(len(analysis.widths))
+    fitting = [index for index in indices if sum(sizes[index] for sizes in costs) <= limit]
     if not fitting:
         return None
     widest = max(fitting, key=analysis.bits.__getitem__)
@@ -201,12 +189,8 @@ def budget_curve(analysis: Analysis) -> list[tuple[int, ...]]:
     """Return the best choices under growing budgets, from the smallest to the largest
     widths.
     """
-    smallest = analysis.other_bytes
-    largest = analysis.other_bytes
-    for row in analysis.rows:
-        smallest += min(row.sizes)
-        largest += max(row.sizes)
-    span = largest - smallest
+    smallest = analysis.other_bytes + sum(min(row.sizes) for row in analysis.rows)
+    span = sum(max(row.sizes) - min(row.sizes) for row in analysis.rows)
     choices = []
     for step in range(CURVE_POINTS):
         max_bytes = smallest + span * step // (CURVE_POINTS - 1)
@@ -221,23 +205,14 @@ def _costs(analysis: Analysis, budget: Budget) -> tuple[list[list[int]], int]:
     """
     if budget.bits is not None:
         bits = analysis.bits
-        costs = []
-        for row in analysis.rows:
-            costs.append([row.values * width for width in bits])
+        costs = [[row.values * width for width in bits] for row in analysis.rows]
         values = sum(row.values for row in analysis.rows)
-        limit = math.floor(budget.bits * values)
-        return costs, limit
+        return costs, math.floor(budget.bits * values)
     limit = budget.max_bytes or 0
     if budget.share is not None:
-        size = analysis.other_bytes
-        for row in analysis.rows:
-            size += row.config_bytes
+        size = analysis.other_bytes + sum(row.config_bytes for row in analysis.rows)
         limit = math.floor(budget.share * size)
-    limit -= analysis.other_bytes
-    costs = []
-    for row in analysis.rows:
-        costs.append(list(row.sizes))
-    return costs, limit
+    return [list(row.sizes) for row in analysis.rows], limit - analysis.other_bytes
 
 
 def chosen_specs(plan: Plan, analysis: Analysis, choice: WidthChoice) -> WidthChanges:

@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from quantizer.comparison.output_figures import WORST_SAMPLES
-from quantizer.comparison.sample_noise import BELOW_DB
+from quantizer.comparison.samples import BELOW_DB
 from quantizer.config.json_types import JsonMapping
 from quantizer.evaluation.scores import DROP, MAX_RELATIVE_CHANGE, RATIO
 from quantizer.plugins import commands

@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
-from quantizer.comparison.sample_noise import worst_words
+from quantizer.comparison.samples import worst_words
 from quantizer.config.json_types import JsonMapping
 from quantizer.config.roles import base_role, is_parameter
 from quantizer.config.wording import counted, first_names, named_output

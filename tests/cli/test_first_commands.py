@@ -101,6 +101,6 @@ def test_the_end_of_a_file_is_no_interrupt(
     def damaged(*_: object, **__: object) -> None:
         raise EOFError("marshal data too short")
 
-    monkeypatch.setattr("quantizer.cli.opening.session.open_model", damaged)
+    monkeypatch.setattr("quantizer.cli.session.open_model", damaged)
     assert run("plan", "--model", "net.py") == 70
     assert "internal error: EOFError: marshal data too short" in capsys.readouterr().err

@@ -74,7 +74,7 @@ def test_views_of_weights_give_the_same_files(
         graphs.append(with_views(graph))
         return graphs[-1]
 
-    monkeypatch.setattr("quantizer.cli.opening.session.with_views", recorded)
+    monkeypatch.setattr("quantizer.cli.session.with_views", recorded)
     for place, least in (("copies", 1 << 16), ("views", 0)):
         monkeypatch.setattr(parameters, "MOST_BYTES_IN_MEMORY", least)
         monkeypatch.setattr(parameters, "LEAST_BYTES_OF_VIEW", least)

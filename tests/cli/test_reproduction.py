@@ -18,8 +18,8 @@ from support.runs import ROOT
 
 import quantizer
 from quantizer.cli.arguments.options import RUN, TARGET_OPTIONS, Options, word_of
-from quantizer.cli.arguments.reproduction import ONLY_CHECKED, WITHOUT_EFFECT, words_of
 from quantizer.cli.main import run_command
+from quantizer.cli.run_folder import ONLY_CHECKED, WITHOUT_EFFECT, words_of
 from quantizer.results.folder import open_results
 
 MODEL = """

@@ -23,8 +23,8 @@ from support.runs import DIGITS, EXAMPLE, calibrate, check
 from torch import Tensor
 
 import quantizer
+from quantizer.cli import session
 from quantizer.cli.main import run_command
-from quantizer.cli.opening import session
 from quantizer.results.result_set import locked, mark_result_folder
 from quantizer.storage import atomic_write
 from quantizer.storage.folder_list import LIST_FILE, parse_list

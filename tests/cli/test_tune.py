@@ -14,8 +14,7 @@ import pytest
 from support.runs import ROOT
 
 from quantizer.cli.main import run_command
-from quantizer.commands.searching.search_context import SearchContext
-from quantizer.commands.searching.trial import Figures, Trial
+from quantizer.commands.searching.trials import Figures, SearchContext, Trial
 
 MODEL = """import torch
 from torch import nn

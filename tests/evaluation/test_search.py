@@ -25,7 +25,7 @@ from quantizer.commands.searching.search import (
     SearchStep,
 )
 from quantizer.commands.searching.steps import STEPS
-from quantizer.commands.searching.trial import Change, Figures, Trial
+from quantizer.commands.searching.trials import Change, Figures, Trial
 from quantizer.errors import DataError, UsageError
 from quantizer.graph.ir import Graph
 from quantizer.graph.tracing.trace import trace

@@ -18,14 +18,14 @@ from torch import Tensor
 from quantizer.algorithms.power_of_two_equalization.layers import LARGEST_EXPONENT, WIDE
 from quantizer.calibration import observing
 from quantizer.calibration.solution import quantized_network
-from quantizer.comparison.channel_noise import (
+from quantizer.comparison.extents import (
     MAX_LOST,
     MIN_EFFECT,
     ChannelNoise,
     column_energy,
     effect_errors,
+    ends_along,
 )
-from quantizer.comparison.extents import ends_along
 from quantizer.config.roles import is_parameter, parameter_role
 from quantizer.config.wording import first_names
 from quantizer.graph.edits import by_channel, input_weights

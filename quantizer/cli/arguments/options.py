@@ -87,16 +87,18 @@ _targets = functools.partial(
 )
 
 
-def _target_settings(name: str) -> dict[str, Any]:
-    """Return the settings of an option that a target of --deploy declares."""
+def _option_of_target(name: str) -> Callable[..., Any]:
+    """Return the decorator with an option that a target of --deploy declares."""
     declared = CHOICES[name]
-    settings = {"help": declared.help, "group": "Output"}
+    settings: dict[str, Any] = {"help": declared.help, "group": "Output"}
     if declared.is_file:
-        return {**settings, "type": _FILE, "metavar": "FILE"}
-    if declared.is_text:
-        return {**settings, "metavar": declared.metavar}
-    values = click.Choice(declared.values)
-    return {**settings, "default": declared.default, "show_default": True, "type": values}
+        settings |= {"type": _FILE, "metavar": "FILE"}
+    elif declared.is_text:
+        settings["metavar"] = declared.metavar
+    else:
+        values = click.Choice(declared.values)
+        settings |= {"default": declared.default, "show_default": True, "type": values}
+    return click.option(f"--{name}", cls=GroupedOption, **settings)
 
 
 @dataclass(frozen=True)
@@ -361,6 +363,17 @@ def takes(
         helps: texts that replace the help of single options.
     """
     by_name: dict[str, Field[Any]] = {entry.name: entry for entry in fields(kind)}
+    decorators: list[Callable[..., Any]] = []
+    for name in names:
+        if name == TARGET_OPTIONS:
+            decorators += map(_option_of_target, CHOICES)
+            continue
+        metadata = by_name[name].metadata
+        settings = {**metadata["settings"]}
+        if name in helps:
+            settings["help"] = helps[name]
+        spellings = (f"--{word_of(name)}", *metadata["names"])
+        decorators.append(click.option(*spellings, cls=GroupedOption, **settings))
 
     def add(command: Callable[..., Any]) -> Callable[..., Any]:
         """Add the options to a command, which gets them as one object."""
@@ -373,20 +386,10 @@ def takes(
                     settings[name] = _given_of_targets(values)
                 else:
                     settings[name] = values.pop(word_of(name))
-            settings["quiet"] = screen().quiet
-            return command(*args, options=kind(**settings), **values)
+            return command(*args, options=kind(**settings, quiet=screen().quiet), **values)
 
         changed: Callable[..., Any] = with_options
-        for name in reversed(names):
-            if name == TARGET_OPTIONS:
-                changed = _with_target_options(changed)
-                continue
-            metadata = by_name[name].metadata
-            settings = dict(metadata["settings"])
-            if name in helps:
-                settings["help"] = helps[name]
-            spellings = (f"--{word_of(name)}", *metadata["names"])
-            decorate = click.option(*spellings, cls=GroupedOption, **settings)
+        for decorate in reversed(decorators):
             changed = decorate(changed)
         return changed
 
@@ -403,11 +406,3 @@ def _given_of_targets(values: dict[str, Any]) -> dict[str, Any]:
         if value != _default_of_target(name):
             of_targets[name] = value
     return of_targets
-
-
-def _with_target_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a command with the options of all targets of --deploy."""
-    for name in reversed(CHOICES):
-        decorate = click.option(f"--{name}", cls=GroupedOption, **_target_settings(name))
-        command = decorate(command)
-    return command

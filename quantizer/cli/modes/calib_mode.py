@@ -13,12 +13,11 @@ from quantizer.calibration import memory_prediction
 from quantizer.calibration.events import Events, ForkedEvents
 from quantizer.calibration.request import CalibrationRequest, CalibrationState
 from quantizer.calibration.target import TracedTarget
+from quantizer.cli import session
 from quantizer.cli.arguments.options import Options
 from quantizer.cli.arguments.places import from_start
-from quantizer.cli.arguments.reproduction import remember, words_of
 from quantizer.cli.modes import torchrun
-from quantizer.cli.opening import session
-from quantizer.cli.opening.run_folder import log_run
+from quantizer.cli.run_folder import log_run, words_of, write_calibration
 from quantizer.cli.terminal.follow import run_display
 from quantizer.cli.terminal.output import Outcome, show_layers, table_view
 from quantizer.config.diagnostics import pointing_into
@@ -30,12 +29,10 @@ from quantizer.graph.ir import Graph
 from quantizer.plan.remarks import left_parameters, share_left
 from quantizer.plugins import commands
 from quantizer.report import tables
-from quantizer.report.files import REPORT_INPUTS, write_report
 from quantizer.report.view import TableView
 from quantizer.results.checkpoint import Checkpoints, calibrated, check_checkpoint
-from quantizer.results.folder import open_written
 from quantizer.results.result_set import locked, require_result_folder
-from quantizer.results.write import check_owner, write_results
+from quantizer.results.write import check_owner
 
 _logger = logging.getLogger(__name__)
 
@@ -67,13 +64,13 @@ def run_calib(
         original = _traced(opened)
         noted["data"] = batches.filled and batches.filled.to_json()
         noted["stamp"] = batches.stamp
+        checkpoints: Checkpoints | None = None
+        followers: list[Events] = [run_display(read.sources, quiet=options.quiet)]
         if ranks.is_first:
             check_owner(folder, original.model, overwrite=options.overwrite)
-        checkpoints: Checkpoints | None = None
-        if ranks.is_first:
-            checkpoints = _checkpoints(folder, options, has_next_step=has_next_step)
-        followers: list[Events] = [run_display(read.sources, quiet=options.quiet)]
-        if checkpoints:
+            checkpoints = Checkpoints(folder, resume=options.resume)
+            if has_next_step:
+                checkpoints.how_to_resume = "the same command continues from there"
             followers.append(checkpoints)
         request = CalibrationRequest(
             target=TracedTarget(original),
@@ -98,25 +95,12 @@ def run_calib(
         with pointing_into(read.sources):
             state = calibrated(request, must_resume=options.resume)
         if checkpoints:
-            header = request.header(state)
-            calibrated_parts = (state.calibration, state.solution)
-            write_results(
-                folder, original, *calibrated_parts, config=request.config, run=header
-            )
-            results = open_written(folder, REPORT_INPUTS)
-            write_report(results, commands=remember(results, "calib", words_of(options)))
+            command = ("calib", words_of(options))
+            write_calibration(folder, request, state, original, command=command)
             if not has_next_step:
                 checkpoints.remove()
     view = table_view(options, state.plan.graph)
     return _outcome(request, state, folder, view)
-
-
-def _checkpoints(folder: Path, options: Options, *, has_next_step: bool) -> Checkpoints:
-    """Return what saves the checkpoints of a calibration."""
-    checkpoints = Checkpoints(folder, resume=options.resume)
-    if has_next_step:
-        checkpoints.how_to_resume = "the same command continues from there"
-    return checkpoints
 
 
 def _traced(opened: session.OpenedRun) -> Graph:
@@ -128,9 +112,6 @@ def _traced(opened: session.OpenedRun) -> Graph:
     try:
         return opened.graph
     except UntraceableError as error:
-        # Only models without a trace need it
-        from quantizer.cli.modes.calib_mode import with_remedy
-
         raise with_remedy(error) from error
 
 

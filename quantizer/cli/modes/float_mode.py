@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 from quantizer.calibration.fingerprint import input_shapes
+from quantizer.cli import session
 from quantizer.cli.arguments.options import Options
 from quantizer.cli.modes.gates import (
     MEASURED,
@@ -14,11 +15,8 @@ from quantizer.cli.modes.gates import (
     require_known,
     require_measured,
 )
-from quantizer.cli.opening import session
-from quantizer.cli.opening.evaluation import evaluator_of
-from quantizer.cli.opening.session import OpenedRun
 from quantizer.cli.terminal.follow import progress
-from quantizer.cli.terminal.output import Outcome, config_to_look, metric_lines, show_layers
+from quantizer.cli.terminal.output import Outcome, metric_lines, show_layers
 from quantizer.distributed import ALONE, Ranks
 from quantizer.errors import UsageError
 from quantizer.evaluation.scores import measure
@@ -31,7 +29,7 @@ def run_float(options: Options, ranks: Ranks = ALONE) -> Outcome:
     if not ranks.is_first:
         return Outcome({}, {})
     loaded = session.open_model(options)
-    evaluator = evaluator_of(options, loaded)
+    evaluator = session.evaluator_of(options, loaded)
     gates = [parse_gate(text) for text in options.gate]
     if evaluator is None:
         require_known(gates, MEASURED)
@@ -40,7 +38,7 @@ def run_float(options: Options, ranks: Ranks = ALONE) -> Outcome:
         require_measured(gates, not_measured_by_targets(batches.first()))
     if options.inspect:
         graph = session.trace_model(options, loaded, batches)
-        read = config_to_look(options.config_file)
+        read = session.config_to_look(options.config_file)
         plan = session.resolved_plan(read, graph, quiet=options.quiet)
         show_layers(options, plan.graph, plan.tensors, plan.floats)
     metrics = measure(
@@ -61,7 +59,9 @@ def run_float(options: Options, ranks: Ranks = ALONE) -> Outcome:
     return Outcome(metrics, {"metrics": metrics}, metric_lines(metrics))
 
 
-def with_float_metrics(opened: OpenedRun, options: Options, gates: Sequence[Gate]) -> OpenedRun:
+def with_float_metrics(
+    opened: session.OpenedRun, options: Options, gates: Sequence[Gate]
+) -> session.OpenedRun:
     """Return the run with the user's metrics of the float model, if a gate may be about one of
     them. So a misspelt metric is refused before calibration, which may take long.
 
@@ -73,7 +73,7 @@ def with_float_metrics(opened: OpenedRun, options: Options, gates: Sequence[Gate
     Raises:
         UsageError: the metric of a gate is not among them.
     """
-    evaluator = evaluator_of(options, opened.loaded)
+    evaluator = session.evaluator_of(options, opened.loaded)
     known = names_in_test((), options)
     of_user = [gate for gate in about_all(gates) if gate.metric not in known]
     is_on_example = opened.batches.stands_in and not options.eval_data

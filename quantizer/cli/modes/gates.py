@@ -21,7 +21,7 @@ from quantizer.config.wording import did_you_mean
 from quantizer.errors import UsageError
 from quantizer.evaluation.scores import DROP, metrics_of_both, remark_on_samples
 from quantizer.export.targets import EXPORTERS
-from quantizer.graph.channels.output_parts import Output, sample_axis
+from quantizer.graph.channels.output_parts import output_parts, sample_axis
 from quantizer.graph.ir import Graph, Node, references
 from quantizer.sources.batches import Batch
 from quantizer.sources.directions import BY_NAME, Directions, how_to_declare
@@ -173,12 +173,12 @@ def require_known(gates: Iterable[Gate], known: Collection[str]) -> None:
         )
 
 
-def require_known_parts(gates: Iterable[Gate], outputs: Sequence[Output]) -> None:
+def require_known_parts(gates: Iterable[Gate], graph: Graph) -> None:
     """Raise `UsageError` for the first gate about an output or part that the network does not
     have.
     """
     about_outputs = [gate for gate in gates if gate.is_of_outputs]
-    require_known(about_outputs, metric_names(outputs))
+    require_known(about_outputs, metric_names(output_parts(graph)))
 
 
 def about_all(gates: Iterable[Gate]) -> list[Gate]:
@@ -246,9 +246,7 @@ def require_products(gates: Iterable[Gate], graph: Graph) -> None:
         if node.row.kind == "mac" and not node.row.scales_channels:
             return
     why = "the network has no multiplications"
-    shares = _figures_of_files(EXPORTERS)
-    not_measured = dict.fromkeys(shares, why)
-    require_measured(gates, not_measured)
+    require_measured(gates, dict.fromkeys(_figures_of_files(EXPORTERS), why))
 
 
 def about_networks(gates: Iterable[Gate], targets: Iterable[str]) -> list[Gate]:
@@ -257,13 +255,14 @@ def about_networks(gates: Iterable[Gate], targets: Iterable[str]) -> list[Gate]:
     return [gate for gate in gates if gate.metric not in of_files]
 
 
+def held_gates(gates: Iterable[Gate], metrics: Mapping[str, float]) -> dict[str, bool]:
+    """Return whether each gate holds, by its text, of those about `metrics`."""
+    return {gate.text: gate.holds(metrics) for gate in gates if gate.metric in metrics}
+
+
 def failed_gates(gates: Iterable[Gate], metrics: Mapping[str, float]) -> list[str]:
     """Return the gates that do not hold, of those about `metrics`."""
-    texts = []
-    for gate in gates:
-        if gate.metric in metrics and not gate.holds(metrics):
-            texts.append(gate.text)
-    return texts
+    return [text for text, holds in held_gates(gates, metrics).items() if not holds]
 
 
 def met_gate_lines(gates: Iterable[Gate], metrics: Mapping[str, float]) -> list[str]:
@@ -293,13 +292,14 @@ def never_measured_metrics(graph: Graph) -> Reasons:
     outputs = [graph.by_name[name] for name in dict.fromkeys(references(graph.output))]
     if any(node.dtype is None for node in outputs):
         return {}
-    floats = [node for node in outputs if _is_floating(node)]
+    # Complex values are compared as floating-point numbers, too
+    floats = [
+        node for node in outputs if node.is_float or (node.dtype and node.dtype.is_complex)
+    ]
     reasons: Reasons = {}
     if not floats:
         why = "the model returns no floating-point values"
-        reasons["sqnr_db"] = why
-        reasons["cosine"] = why
-        reasons[WORST_SAMPLES] = why
+        reasons |= dict.fromkeys(("sqnr_db", "cosine", WORST_SAMPLES), why)
     elif all(sample_axis(graph, node) is None for node in floats):
         why = "no output has an axis whose size follows the batch"
         reasons[WORST_SAMPLES] = why
@@ -352,11 +352,6 @@ def _rank_of_first_float(graph: Graph) -> int | None:
         if node.is_float:
             return len(node.shape)
     return None
-
-
-def _is_floating(node: Node) -> bool:
-    """Return whether a value is compared as floating-point numbers, as complex ones are."""
-    return node.is_float or (node.dtype is not None and node.dtype.is_complex)
 
 
 def _is_ranking(node: Node) -> bool:

@@ -19,13 +19,11 @@ from quantizer.cli.modes.gates import (
     require_known,
 )
 from quantizer.cli.terminal import output, process
-from quantizer.cli.terminal.annotations import annotate, append_summary
 from quantizer.cli.terminal.output import Outcome
 from quantizer.cli.terminal.screen import notes_on_stderr
 from quantizer.distributed import Ranks, require_alike
 from quantizer.errors import GateError, UsageError
 from quantizer.export.targets import require_choices
-from quantizer.plugins import loaded
 from quantizer.seeding import seed_everything
 from quantizer.storage import process_memory
 
@@ -69,7 +67,7 @@ def run_mode(options: Options) -> int:
         require_extras(options.deploy)
         require_extras(options.for_, to_plan=True)
     seed_everything(options.seed)
-    run_one = _function_of(options.quant_mode)
+    run_one: Callable[[Options, Ranks], Outcome] = process.load(_MODES[options.quant_mode])
     # With --json only the result is printed to stdout. Output of the user's code goes to
     # stderr.
     stdout = sys.stderr if options.json else sys.stdout
@@ -90,7 +88,6 @@ def run_mode(options: Options) -> int:
     if not options.json:
         for line in met_gate_lines(gates, outcome.metrics):
             print(line)
-    append_summary(outcome.report, gate_lines(gates, outcome.metrics))
     require_met(options, gates, outcome)
     if outcome.error:
         raise outcome.error
@@ -128,7 +125,8 @@ def require_met(
     *,
     remedy: str = "the table above shows which layers lose most",
 ) -> None:
-    """Raise `GateError` if a gate does not hold, or its metric was not measured.
+    """Raise `GateError` if a gate does not hold, or its metric was not measured. GitHub Actions
+    get a summary of the run before.
 
     Args:
         options: of the run.
@@ -136,6 +134,7 @@ def require_met(
         outcome: of the run.
         remedy: what to do.
     """
+    output.append_summary(outcome.report, gate_lines(gates, outcome.metrics))
     not_met = failed_gates(gates, outcome.metrics)
     if options.quant_mode == "test" and outcome.error is None:
         for gate in gates:
@@ -143,7 +142,7 @@ def require_met(
                 not_met.append(f"{gate.text} (not measured)")
     if not not_met:
         return
-    annotate(options, not_met, outcome.report)
+    output.annotate(options, not_met, outcome.report)
     text = f"not met: {', '.join(not_met)}"
     if options.deploy and "deployed" not in outcome.content:
         text += "; nothing is deployed"
@@ -162,12 +161,3 @@ _MODES = {
     "test": "quantizer.cli.modes.test_mode:run_test",
 }
 """The module and the function of each mode. A run imports only its own, which saves time."""
-
-
-def _function_of(mode: str) -> Callable[[Options, Ranks], Outcome]:
-    """Return the function that runs a mode."""
-    module, _, _ = _MODES[mode].partition(":")
-    function: Callable[[Options, Ranks], Outcome]
-    with process.at_once(), process_memory.importing(module):
-        function = loaded(_MODES[mode])
-    return function

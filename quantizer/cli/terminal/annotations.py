@@ -2,21 +2,19 @@
 summary of the job.
 """
 
-import os
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from quantizer.cli.arguments.options import Options
+from quantizer.cli.terminal.render import workflow_command
 from quantizer.evaluation.output_warnings import NOTES
 from quantizer.printable import one_line
 from quantizer.report.rows import layer_name, most_damaged, tensor_name
 from quantizer.report.tables import number_text
 from quantizer.report.verdict import measured_lines
 
-_VARIABLE = "GITHUB_STEP_SUMMARY"
-"""The environment variable with the file that Actions shows."""
 _MAX_ROWS = 10
 _ESCAPES = str.maketrans(
     {
@@ -35,8 +33,6 @@ def annotate(options: Options, not_met: Sequence[str], values: dict[str, Any]) -
         not_met: the gates.
         values: those of report.json; none in float mode.
     """
-    if not _is_in_actions():
-        return
     text = f"not met: {', '.join(not_met)}"
     properties: dict[str, str] = {}
     worst = most_damaged(values["layers"]) if values else None
@@ -54,8 +50,6 @@ def annotate_warnings(options: Options, values: dict[str, Any]) -> None:
         options: of the run.
         values: those of report.json.
     """
-    if not _is_in_actions():
-        return
     rows = {}
     for row in values["layers"]:
         rows[row["layer"], row["tensor"]] = row
@@ -67,10 +61,6 @@ def annotate_warnings(options: Options, values: dict[str, Any]) -> None:
         if key in rows:
             place = _place(options, values, rows[key])
         _command("warning", place, warning["text"])
-
-
-def _is_in_actions() -> bool:
-    return os.environ.get("GITHUB_ACTIONS") == "true"
 
 
 def _place(
@@ -85,24 +75,19 @@ def _place(
 
 def _command(kind: str, properties: Mapping[str, str], text: str) -> None:
     """Print a workflow command; Actions reads standard error too."""
-    # Only GitHub Actions need it
-    from quantizer.cli.terminal.render import workflow_command
-
     properties = {**properties, "title": "quantizer"}
     command = workflow_command(kind, properties, one_line(text))
     print(command, file=sys.stderr)
 
 
-def append_summary(report: dict[str, Any], gates: Sequence[str]) -> None:
-    """Append figures, gates and the most damaged tensors to the job summary, if there is one.
+def append_summary(path: str, report: dict[str, Any], gates: Sequence[str]) -> None:
+    """Append figures, gates and the most damaged tensors to the job summary.
 
     Args:
+        path: of its file.
         report: the values of report.json.
         gates: a line for each gate.
     """
-    path = os.environ.get(_VARIABLE)
-    if not path or "metrics" not in report:
-        return
     lines = [f"### quantizer: {_text(report['model'])}", ""]
     for text in (*measured_lines(report), *gates):
         lines.append(f"- {_text(text)}")

@@ -1,7 +1,5 @@
 """Show progress as bars on a terminal."""
 
-from types import TracebackType
-
 from rich.console import Console
 from rich.progress import (
     BarColumn,
@@ -15,70 +13,32 @@ from rich.progress import (
 from quantizer.calibration.events import Events, RunStage
 
 
-def _progress(console: Console) -> Progress:
-    """Return bars that disappear when they stop."""
-    return Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeRemainingColumn(),
-        console=console,
-        transient=True,
-    )
-
-
 class Bars(Events):
-    """Shows a bar for each stage of a run while it lasts."""
+    """Shows a bar for each stage of a run while it lasts, or until `stop` if they are kept.
 
-    def __init__(self, console: Console) -> None:
+    Args:
+        console: they are shown there.
+        are_kept: whether the bars of ended stages stay, below each other.
+    """
+
+    def __init__(self, console: Console, *, are_kept: bool = False) -> None:
         super().__init__()
-        self._console = console
-        self._bars: dict[int, tuple[Progress, TaskID]] = {}
+        self._are_kept = are_kept
+        self._tasks: dict[int, TaskID] = {}
+        self._progress = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeRemainingColumn(),
+            console=console,
+            transient=True,
+        )
 
     def started(self, stage: RunStage) -> None:
         """Show a bar."""
-        bar = _progress(self._console)
-        task = bar.add_task(stage.name, total=stage.total, completed=stage.done)
-        self._bars[id(stage)] = (bar, task)
-        bar.start()
-
-    def advanced(self, stage: RunStage) -> None:
-        """Update the bar."""
-        bar, task = self._bars[id(stage)]
-        bar.update(task, completed=stage.done, total=stage.total)
-
-    def stopped(self, stage: RunStage, error: BaseException | None) -> None:
-        """Remove the bar."""
-        bar, _ = self._bars.pop(id(stage))
-        bar.stop()
-
-
-class StackedBars(Events):
-    """Shows the bars of all stages below each other until the last step ends."""
-
-    def __init__(self, console: Console) -> None:
-        super().__init__()
-        self._progress = _progress(console)
-        self._tasks: dict[int, TaskID] = {}
-
-    def __enter__(self) -> "StackedBars":
-        """Show the display."""
-        self._progress.start()
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        """Remove the display."""
-        self._progress.stop()
-
-    def started(self, stage: RunStage) -> None:
-        """Add a bar."""
         task = self._progress.add_task(stage.name, total=stage.total, completed=stage.done)
         self._tasks[id(stage)] = task
+        self._progress.start()
 
     def advanced(self, stage: RunStage) -> None:
         """Update the bar."""
@@ -86,7 +46,16 @@ class StackedBars(Events):
         self._progress.update(task, completed=stage.done, total=stage.total)
 
     def stopped(self, stage: RunStage, error: BaseException | None) -> None:
-        """Leave the bar as it is, complete if the stage has no known length."""
+        """Remove the bar. One that is kept is complete if the stage has no known length."""
         task = self._tasks.pop(id(stage))
-        if stage.total is None:
-            self._progress.update(task, total=stage.done)
+        if self._are_kept:
+            if stage.total is None:
+                self._progress.update(task, total=stage.done)
+            return
+        if not self._tasks:
+            self._progress.stop()
+        self._progress.remove_task(task)
+
+    def stop(self) -> None:
+        """Remove all bars."""
+        self._progress.stop()

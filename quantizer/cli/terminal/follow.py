@@ -49,18 +49,19 @@ def _display(*, quiet: bool) -> Events:
 @contextmanager
 def one_display() -> Iterator[None]:
     """Show the bars of all stages in one display, until the body ends."""
-    # Only terminals need it
-    from quantizer.cli.terminal.bars import StackedBars
-
     if screen().quiet or not _shows_bars():
         yield
         return
-    with StackedBars(output.console(stderr=True)) as bars:
-        token = _shared.set(bars)
-        try:
-            yield
-        finally:
-            _shared.reset(token)
+    # Only terminals need it
+    from quantizer.cli.terminal.bars import Bars
+
+    bars = Bars(output.console(stderr=True), are_kept=True)
+    token = _shared.set(bars)
+    try:
+        yield
+    finally:
+        _shared.reset(token)
+        bars.stop()
 
 
 def _shows_bars() -> bool:

@@ -17,11 +17,9 @@ from rich.text import Text
 
 from quantizer.cli.arguments.options import Options
 from quantizer.cli.arguments.places import as_typed
-from quantizer.cli.opening.session import ReadConfig, read_config_file
 from quantizer.cli.terminal.screen import screen, starts_of_lines
 from quantizer.config.json_types import JsonMapping, JsonObject
-from quantizer.config.load import default_config
-from quantizer.config.model import Selector, Settings
+from quantizer.config.model import Selector
 from quantizer.errors import UsageError
 from quantizer.graph.ir import Graph
 from quantizer.graph.names import path_names
@@ -168,18 +166,6 @@ def filtered_view(options: Options, graph: Graph, original: Graph) -> TableView:
     return replace(view, layers=frozenset(layers), top=top)
 
 
-def config_to_look(path: str | None) -> ReadConfig:
-    """Return the config of `--config_file`, or one that quantizes all that can be quantized.
-
-    Raises:
-        ConfigError: with all findings, when it cannot be used.
-    """
-    if path is None:
-        config = replace(default_config(), settings=Settings())
-        return ReadConfig(config, (), {})
-    return read_config_file(path)
-
-
 def show_layers(
     options: Options,
     graph: Graph,
@@ -190,3 +176,35 @@ def show_layers(
     view = table_view(options, graph)
     table = layer_table(graph, tensors, floats, view)
     console(exact=view.is_exact).print(table)
+
+
+def annotate(options: Options, not_met: Sequence[str], report: JsonObject) -> None:
+    """In GitHub Actions, annotate the config with the gates that do not hold, or without any
+    with the warnings of a test.
+
+    Args:
+        options: of the run.
+        not_met: the gates.
+        report: the values of report.json; none in float mode.
+    """
+    if os.environ.get("GITHUB_ACTIONS") != "true":
+        return
+    # Only GitHub Actions need it
+    from quantizer.cli.terminal import annotations
+
+    if not_met:
+        annotations.annotate(options, not_met, report)
+    else:
+        annotations.annotate_warnings(options, report)
+
+
+def append_summary(report: JsonObject, gates: Sequence[str]) -> None:
+    """Append the figures and gates of a test to the summary of a job of GitHub Actions, if
+    there is one.
+    """
+    path = os.environ.get("GITHUB_STEP_SUMMARY")
+    if path and "metrics" in report:
+        # As in `annotate`
+        from quantizer.cli.terminal import annotations
+
+        annotations.append_summary(path, report, gates)

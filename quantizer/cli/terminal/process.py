@@ -16,6 +16,9 @@ from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Any, NoReturn
 
+from quantizer import plugins
+from quantizer.storage import process_memory
+
 _CODES = {signal.SIGINT: 130, signal.SIGTERM: 143}
 """The exit code of each signal."""
 if hasattr(signal, "SIGHUP"):
@@ -61,6 +64,14 @@ def at_once() -> Iterator[None]:
         for number, handler in before.items():
             if callable(handler):
                 signal.signal(number, handler)
+
+
+def load(target: str) -> Any:
+    """Import and return what a text such as "quantizer.cli.main:cli" names. Meanwhile a signal
+    ends the process.
+    """
+    with at_once(), process_memory.importing(target.partition(":")[0]):
+        return plugins.loaded(target)
 
 
 def _end(signum: int, frame: FrameType | None) -> NoReturn:

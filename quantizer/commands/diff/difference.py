@@ -8,11 +8,23 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import click
+
+from quantizer.cli import session
+from quantizer.cli.arguments.options import Options
+from quantizer.cli.terminal import output
+from quantizer.cli.terminal.output import view_of
+from quantizer.cli.terminal.render import say, say_note
+from quantizer.cli.terminal.screen import notes_on_stderr
+from quantizer.cli.traced_model import traced_model
 from quantizer.comparison.output_figures import POOLED_FIGURE, ROWS_KEPT, WORST_SAMPLES
 from quantizer.config.json_types import JsonMapping, JsonObject
+from quantizer.errors import UsageError
 from quantizer.evaluation.scores import DROP, RATIO
+from quantizer.graph.names import path_names
 from quantizer.plan.model import Key, Plan
 from quantizer.plan.size import weight_bytes
+from quantizer.printable import json_text
 from quantizer.report.tables import figures_by_tensor, finite_or_none, number_text
 from quantizer.report.view import Listing, TableView
 from quantizer.results.folder import REPORT_FILE, read_info
@@ -130,12 +142,9 @@ def _figures(tested: JsonMapping) -> dict[str, float | None]:
     outputs = tested.get("outputs", [])
     for figure in ("sqnr_db", WORST_SAMPLES):
         if figure in figures and figures[figure] is None:
-            sqnrs = []
-            for row in outputs:
-                sqnr_db = _output_sqnr_db(row, figure)
-                if sqnr_db is not None:
-                    sqnrs.append(sqnr_db)
-            figures[figure] = min(sqnrs, default=None)
+            sqnrs = (_output_sqnr_db(row, figure) for row in outputs)
+            measured = [sqnr_db for sqnr_db in sqnrs if sqnr_db is not None]
+            figures[figure] = min(measured, default=None)
     if len(outputs) < 2:
         # It equals the SQNR of the only output
         figures.pop(POOLED_FIGURE, None)
@@ -195,11 +204,8 @@ def side_of_plan(plan: Plan, paths: Mapping[str, str]) -> Side:
 def compare_sides(first: Side, second: Side) -> Difference:
     """Return the tensors and figures that differ, in the order of the first side."""
     rows = []
-    tensors = {**first.tensors, **second.tensors}
-    for key in tensors:
-        before_tensor = first.tensors.get(key)
-        after_tensor = second.tensors.get(key)
-        row = _differing_tensor(key, before_tensor, after_tensor)
+    for key in {**first.tensors, **second.tensors}:
+        row = _differing_tensor(key, first.tensors.get(key), second.tensors.get(key))
         if row is not None:
             rows.append(row)
     figures = {}
@@ -236,10 +242,8 @@ def _differing_tensor(
     """Return the values of a tensor that differ, or None if none does."""
     layer, role = key
     row: JsonObject = {"layer": layer, "tensor": role}
-    if before is None:
-        return row | {"only_in": "second"}
-    if after is None:
-        return row | {"only_in": "first"}
+    if before is None or after is None:
+        return row | {"only_in": "second" if before is None else "first"}
     specs = _differing(before["spec"], after["spec"], after["spec"])
     values = _differing(before, after, ("scale", "zero_point", *_SQNR))
     if not specs and not values:
@@ -249,13 +253,8 @@ def _differing_tensor(
 
 def _differing(before: JsonMapping, after: JsonMapping, names: Iterable[str]) -> JsonObject:
     """Return both values of each name whose values differ."""
-    differing = {}
-    for name in names:
-        first = before.get(name)
-        second = after.get(name)
-        if first != second:
-            differing[name] = [first, second]
-    return differing
+    pairs = {name: [before.get(name), after.get(name)] for name in names}
+    return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
 
 
 def _is_worse(before: float | None, after: float | None, *, is_lower_better: bool) -> bool:
@@ -349,3 +348,75 @@ def figure_lines(different: Difference) -> Iterator[str]:
         elif name in different.unknown:
             remark = ", not judged: it is not known whether less or more is better"
         yield f"{name} {' → '.join(texts)}{remark}"
+
+
+def of_folders(
+    first: str, second: str, options: Options, *, is_judged: bool = False
+) -> Difference:
+    """Print and return the differences of two calibrations of one model.
+
+    Args:
+        first, second: the result folders.
+        options: how the table looks.
+        is_judged: whether a worse figure fails the command.
+
+    Raises:
+        ResultError: one is incomplete, or was changed.
+        UsageError: they are of different models, or one is judged that was not tested.
+    """
+    before = side_of_folder(Path(first))
+    after = side_of_folder(Path(second))
+    if not (before.is_tested and after.is_tested):
+        folder = second if before.is_tested else first
+        fault = f"{folder} was not tested"
+        if is_judged:
+            raise UsageError(
+                f"{fault}, so --fail-on cannot judge it",
+                help=f"run `quantizer --quant_mode test --output_dir {folder} --model FILE` "
+                "first",
+            )
+        say_note(f"note: {fault}, so no SQNR and no metric is compared")
+        before = before.without_test()
+        after = after.without_test()
+    return _show(before, after, options)
+
+
+def of_configs(first: str, second: str, options: Options) -> Difference:
+    """Print and return the differences of what two configs do to a model.
+
+    Raises:
+        ConfigError: one is not valid, or does not fit the model.
+    """
+    reads = [session.read_config_file(place) for place in (first, second)]
+    with notes_on_stderr(True):
+        original = traced_model(options).graph
+    plans = [session.resolved_plan(read, original, quiet=True) for read in reads]
+    paths: dict[str, str] = {}
+    for plan in plans:
+        paths |= path_names(plan.graph)
+    before, after = (side_of_plan(plan, paths) for plan in plans)
+    return _show(before, after, options)
+
+
+def _show(first: Side, second: Side, options: Options) -> Difference:
+    """Print how the layers of two results differ, and return the difference."""
+    if first.model != second.model:
+        raise UsageError(
+            f"the first is of {first.model}, the second of {second.model}",
+            help="give results of one model",
+        )
+    result = compare_sides(first, second)
+    if options.json:
+        click.echo(json_text(result.to_json()))
+        return result
+    view = view_of(options, {**second.paths, **first.paths})
+    if result.rows:
+        output.console(exact=view.is_exact).print(difference_table(result, view))
+    for line in figure_lines(result):
+        say(line)
+    count = len(result.rows)
+    if count > 1:
+        click.echo(f"{count} tensors differ")
+    else:
+        click.echo(f"{count or 'no'} tensor differs")
+    return result

@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import redirect_stdout
 from dataclasses import asdict, dataclass
+from functools import partial
 from importlib.util import find_spec
 from itertools import islice
 from pathlib import Path
@@ -19,12 +20,12 @@ import torch
 from rich.text import Text
 
 from quantizer.calibration import memory_prediction
+from quantizer.cli import session
 from quantizer.cli.arguments.options import LOOK, Options, command, takes
 from quantizer.cli.arguments.places import from_start
-from quantizer.cli.opening import session
-from quantizer.cli.opening.traced_model import traced_from
 from quantizer.cli.terminal import output
 from quantizer.cli.terminal.screen import notes_on_stderr
+from quantizer.cli.traced_model import traced_from
 from quantizer.commands.inspection.plan import peaks_of
 from quantizer.config.load import LoadResult, default_config, load_config
 from quantizer.config.model import ResolvedConfig
@@ -54,6 +55,21 @@ MAX_CHANNEL_RATIO = 10.0
 scale with it.
 """
 MIN_DISK = 1 << 30
+
+
+@dataclass(frozen=True)
+class CheckResult:
+    """One result of a check: what was checked, how bad it is, a sentence, and a remedy."""
+
+    part: str
+    level: CheckLevel
+    text: str
+    help: str = ""
+
+
+_machine = partial(CheckResult, "machine")
+_data = partial(CheckResult, "data")
+_plan = partial(CheckResult, "plan")
 
 
 @command()
@@ -139,7 +155,7 @@ def _check_model(options: Options, config: ResolvedConfig | None) -> Iterator[Ch
     if loaded.evaluate is None and loaded.evaluation_data is None and options.eval_data is None:
         text = "test mode would compare both networks on the calibration data"
         remedy = "add evaluation_data() to the model's file, or give --eval_data"
-        yield CheckResult("data", "note", text, remedy)
+        yield _data("note", text, remedy)
     traced = traced_from(options, loaded, batches, tested=config is not None)
     original = traced.graph
     parameters = sum(parameter.numel() for parameter in loaded.module.parameters())
@@ -158,19 +174,7 @@ def _check_model(options: Options, config: ResolvedConfig | None) -> Iterator[Ch
     if plan.corrected:
         text = f"bias correction of {counted(len(plan.corrected), 'layer')} "
         text += "takes a second pass over the data"
-        yield CheckResult(
-            "plan", "note", text, "set include_bias_corr: false if that takes too long"
-        )
-
-
-@dataclass(frozen=True)
-class CheckResult:
-    """One result of a check: what was checked, how bad it is, a sentence, and a remedy."""
-
-    part: str
-    level: CheckLevel
-    text: str
-    help: str = ""
+        yield _plan("note", text, "set include_bias_corr: false if that takes too long")
 
 
 def check_machine(device: str, folder: Path) -> Iterator[CheckResult]:
@@ -182,25 +186,21 @@ def check_machine(device: str, folder: Path) -> Iterator[CheckResult]:
     load = 0.0
     if hasattr(os, "getloadavg"):
         load = os.getloadavg()[0]
-    yield CheckResult(
-        "machine", "ok", f"torch {torch.__version__}, {threads} threads on {cores} cores"
-    )
+    yield _machine("ok", f"torch {torch.__version__}, {threads} threads on {cores} cores")
     if threads > cores:
         text = f"torch uses {threads} threads, but this process may use only {cores} cores"
-        yield CheckResult("machine", "warning", text, f"set OMP_NUM_THREADS={cores}")
+        yield _machine("warning", text, f"set OMP_NUM_THREADS={cores}")
     if load > 0.5 * cores:
         text = (
             f"other processes load the machine: {load:.1f} of {cores} cores in the last minute"
         )
-        yield CheckResult("machine", "note", text, "runs take longer, and times vary")
+        yield _machine("note", text, "runs take longer, and times vary")
     if torch.cuda.is_available() and device == "cpu":
         text = "there is a GPU, but this run would use the CPU"
-        yield CheckResult("machine", "note", text, "add --device cuda")
+        yield _machine("note", text, "add --device cuda")
     memory = process_memory.available_bytes()
     if memory is not None:
-        yield CheckResult(
-            "machine", "ok", f"{process_memory.size_text(memory)} of memory are free"
-        )
+        yield _machine("ok", f"{process_memory.size_text(memory)} of memory are free")
     yield from _check_disk(folder.absolute())
     for extra, packages in _packages_by_extra().items():
         missing = [name for name in packages if find_spec(name) is None]
@@ -232,16 +232,14 @@ def _check_disk(folder: Path) -> Iterator[CheckResult]:
     while not folder.exists():
         folder = folder.parent
     if not os.access(folder, os.W_OK):
-        yield CheckResult(
-            "machine", "error", f"{folder} is not writable", "choose another --output_dir"
-        )
+        yield _machine("error", f"{folder} is not writable", "choose another --output_dir")
     free = shutil.disk_usage(folder).free
     text = f"{process_memory.size_text(free)} of disk are free at {folder}"
     if free < MIN_DISK:
         remedy = "free some space: results and temporary files are written here and to TMPDIR"
-        yield CheckResult("machine", "warning", text, remedy)
+        yield _machine("warning", text, remedy)
     else:
-        yield CheckResult("machine", "ok", text)
+        yield _machine("ok", text)
 
 
 def check_data(batches: Batches) -> Iterator[CheckResult]:
@@ -267,35 +265,33 @@ def check_data(batches: Batches) -> Iterator[CheckResult]:
     text = f"{batches.label}: {samples} samples in {count} batches"
     if not is_complete:
         text += f" (the first {count} of {total} batches)"
-    yield CheckResult("data", "ok", text)
+    yield _data("ok", text)
     if batches.stands_in or batches.stamp:
         text = f"{batches.label} are {batches.stamp}"
         if batches.stands_in:
             text = "there is only an example input, no data"
         remedy = "give real data with --data: the ranges of activations depend on it"
-        yield CheckResult("data", "warning", text, remedy)
+        yield _data("warning", text, remedy)
     elif deviations and samples < MIN_SAMPLES and is_complete:
         text = f"{samples} samples are few: more samples may still change ranges"
         remedy = f"give at least {MIN_SAMPLES}; the report shows when ranges stop changing"
-        yield CheckResult("data", "warning", text, remedy)
+        yield _data("warning", text, remedy)
     repeated = count - len(digests)
     if repeated:
         text = f"{repeated} of {count} batches repeat another batch"
         remedy = "check the loader: do its indices or seeds repeat?"
-        yield CheckResult("data", "warning", text, remedy)
+        yield _data("warning", text, remedy)
     if set(sizes) == {1} and deviations and count > 8:
         text = "each batch has one sample"
-        yield CheckResult(
-            "data", "note", text, "use batches of 16 or 32 images: they run faster"
-        )
+        yield _data("note", text, "use batches of 16 or 32 images: they run faster")
     for name, values in deviations.items():
         mean = sum(values) / len(values)
         if max(values) == 0:
-            yield CheckResult("data", "error", f"{name} is constant", "check the loader")
+            yield _data("error", f"{name} is constant", "check the loader")
         elif mean > MAX_INPUT_STD:
             text = f"{name} has a standard deviation of {mean:.3g}"
             remedy = "normalize it as in training; pixels from 0 to 255 are not normalized"
-            yield CheckResult("data", "warning", text, remedy)
+            yield _data("warning", text, remedy)
 
 
 def _digest(batch: Batch) -> str:
@@ -308,14 +304,12 @@ def check_planned_tensors(plan: Plan) -> Iterator[CheckResult]:
     """Check what would stay in float, lose accuracy or run slowly."""
     if not plan.tensors:
         remedy = "quantize some: `quantizable_data_type` lists the kinds of tensors"
-        yield CheckResult(
-            "plan", "error", "the config quantizes no tensors of this model", remedy
-        )
+        yield _plan("error", "the config quantizes no tensors of this model", remedy)
     else:
         before, after = weight_bytes(plan)
         text = f"{len(plan.tensors)} tensors would be quantized, "
         text += f"weights shrink from {before / 1e6:.2f} to {after / 1e6:.2f} MB"
-        yield CheckResult("plan", "ok", text)
+        yield _plan("ok", text)
     unknown: Counter[str] = Counter()
     for node in plan.graph.nodes:
         if plan.floats.get(node.name) == NO_RULES:
@@ -323,7 +317,7 @@ def check_planned_tensors(plan: Plan) -> Iterator[CheckResult]:
     if unknown:
         names = [f"{name} ({count})" for name, count in sorted(unknown.items())]
         text = f"stay in float, because no rule covers them: {first_names(names)}"
-        yield CheckResult("plan", "note", text, "docs/operators.md lists the operators")
+        yield _plan("note", text, "docs/operators.md lists the operators")
     uneven = [
         name for name in _single_scales(plan) if _channel_ratio(plan, name) > MAX_CHANNEL_RATIO
     ]
@@ -331,7 +325,7 @@ def check_planned_tensors(plan: Plan) -> Iterator[CheckResult]:
         text = "one scale serves channels whose ranges differ by more than "
         text += f"{MAX_CHANNEL_RATIO:g} times: weights of {first_names(uneven, 3)}"
         remedy = "set per_channel: true for weights, or use include_cle"
-        yield CheckResult("plan", "warning", text, remedy)
+        yield _plan("warning", text, remedy)
     reads_tokens = any(node.op == "input" and not node.is_float for node in plan.graph.nodes)
     static = 0
     for tensor in plan.tensors.values():
@@ -339,7 +333,7 @@ def check_planned_tensors(plan: Plan) -> Iterator[CheckResult]:
     if reads_tokens and static:
         text = f"{static} activations of a language model have one static range each"
         remedy = "use is_dynamic, or SmoothQuant first: a few channels are often far wider"
-        yield CheckResult("plan", "note", text, remedy)
+        yield _plan("note", text, remedy)
 
 
 def _single_scales(plan: Plan) -> Iterator[str]:

@@ -8,15 +8,15 @@ from typing import Any
 
 import click
 
+from quantizer.cli import session
 from quantizer.cli.arguments.options import LOOK, TABLE, Options, command, takes
 from quantizer.cli.arguments.places import from_start
 from quantizer.cli.modes.gates import failed_gates, met_gate_lines, parse_gate, require_known
-from quantizer.cli.opening import session
-from quantizer.cli.opening.traced_model import named_structures, traced_model
 from quantizer.cli.terminal import output
-from quantizer.cli.terminal.output import config_to_look, filtered_view
+from quantizer.cli.terminal.output import filtered_view
 from quantizer.cli.terminal.render import say
 from quantizer.cli.terminal.screen import notes_on_stderr
+from quantizer.cli.traced_model import named_structures, traced_model
 from quantizer.config.wording import counted
 from quantizer.errors import GateError, UsageError
 from quantizer.graph.emit import emit
@@ -37,6 +37,7 @@ from quantizer.storage.files import write_text
 
 _COUNTS = ("dpu_operators", "cpu_operators", "dpu_subgraphs")
 """The metrics of gates."""
+_NUMBERS = frozenset({"channels"})
 _TITLES = ("layers that read one value", "channels", "factors are folded into")
 
 
@@ -76,7 +77,7 @@ def inspect(
     quantizer inspect --algorithms --model my_model.py
     """
     gates = [parse_gate(text) for text in gate]
-    read = config_to_look(options.config_file)
+    read = session.config_to_look(options.config_file)
     settings = read.config.settings
     for_dpu = target is not None
     if options.config_file is not None and settings.target_device == "DPU":
@@ -90,8 +91,9 @@ def inspect(
         )
     require_known(gates, _COUNTS)
     if for_dpu:
-        read = _for_dpu(read)
-        settings = read.config.settings
+        settings = dataclasses.replace(settings, target_device="DPU")
+        config = dataclasses.replace(read.config, settings=settings)
+        read = dataclasses.replace(read, config=config)
     with notes_on_stderr(options.json):
         original = traced_model(options).graph
     if algorithms:
@@ -130,13 +132,6 @@ def inspect(
         )
 
 
-def _for_dpu(read: session.ReadConfig) -> session.ReadConfig:
-    """Return a config with the DPU as its device."""
-    settings = dataclasses.replace(read.config.settings, target_device="DPU")
-    config = dataclasses.replace(read.config, settings=settings)
-    return dataclasses.replace(read, config=config)
-
-
 def _require_structure_alone(options: Options, *, for_dpu: bool) -> None:
     """Raise `UsageError` for options that have no effect with --algorithms."""
     if for_dpu:
@@ -163,9 +158,7 @@ def _show_structure(options: Options, read: session.ReadConfig, graph: Graph) ->
     if not structures:
         structures = {"": find_structure(graph)}
     if options.json:
-        content = {}
-        for title, structure in structures.items():
-            content[title] = dataclasses.asdict(structure)
+        content = {title: dataclasses.asdict(part) for title, part in structures.items()}
         click.echo(json_text(content.get("", content)))
         return
     for title, structure in structures.items():
@@ -289,11 +282,11 @@ def structure_tables(graph: Graph, structure: Structure) -> Iterator[Listing | s
         if len(paths) > 1:
             blocks = f"{len(paths)}, {paths[0]} to {paths[-1]}, all alike"
         yield f"blocks: {blocks}"
-        yield _listing(rows)
+        yield Listing(_TITLES, rows, _NUMBERS)
     outside = _rows(graph, structure, None, "")
     if outside:
         yield "in no block:" if structure.blocks else "no blocks:"
-        yield _listing(outside)
+        yield Listing(_TITLES, outside, _NUMBERS)
     folds: Counter[str] = Counter()
     layers = 0
     for group in structure.groups:
@@ -307,10 +300,6 @@ def structure_tables(graph: Graph, structure: Structure) -> Iterator[Listing | s
     )
 
 
-def _listing(rows: tuple[TableRow, ...]) -> Listing:
-    return Listing(_TITLES, rows, numbers=frozenset({"channels"}))
-
-
 def _rows(
     graph: Graph, structure: Structure, number: int | None, path: str
 ) -> tuple[TableRow, ...]:
@@ -319,10 +308,8 @@ def _rows(
     for group in structure.groups:
         if group.block != number:
             continue
-        layers = _module_paths(graph, group.layers, path)
-        names = ", ".join(dict.fromkeys(layers))
-        target = _target(graph, group, path)
-        rows.append((names, str(group.channels), target))
+        names = ", ".join(dict.fromkeys(_module_paths(graph, group.layers, path)))
+        rows.append((names, str(group.channels), _target(graph, group, path)))
     return tuple(rows)
 
 
@@ -330,11 +317,9 @@ def _target(graph: Graph, group: InputGroup, block: str) -> str:
     """Return the module whose parameters take the factors, or why none can."""
     fold = group.fold
     if fold is None:
-        names = {}
-        for name, path in path_names(graph).items():
-            names[name] = _relative(path, block)
-        reason = TableView(names).text(group.why_not)
-        return f"none: {reason}"
+        paths = path_names(graph).items()
+        names = {name: _relative(path, block) for name, path in paths}
+        return f"none: {TableView(names).text(group.why_not)}"
     parts = _module_paths(graph, [fold.node], block)
     if fold.channels is not None:
         count = len(set(fold.channels))
@@ -350,11 +335,7 @@ def _target(graph: Graph, group: InputGroup, block: str) -> str:
 
 def _module_paths(graph: Graph, names: Iterable[str], block: str) -> list[str]:
     """Return the module paths of some layers, relative to a block."""
-    paths = []
-    for name in names:
-        path = module_of(graph, name)
-        paths.append(_relative(path, block))
-    return paths
+    return [_relative(module_of(graph, name), block) for name in names]
 
 
 def _relative(path: str, block: str) -> str:

@@ -7,13 +7,13 @@ from typing import Any
 import click
 
 from quantizer.calibration import memory_prediction
+from quantizer.cli import session
 from quantizer.cli.arguments.options import LOOK, TABLE, Options, command, takes
 from quantizer.cli.arguments.places import from_start
-from quantizer.cli.opening import session
-from quantizer.cli.opening.traced_model import TracedModel, named_structures, traced_model
 from quantizer.cli.terminal import output
 from quantizer.cli.terminal.output import filtered_view
 from quantizer.cli.terminal.screen import notes_on_stderr
+from quantizer.cli.traced_model import TracedModel, named_structures, traced_model
 from quantizer.config.model import Algorithm, ResolvedConfig
 from quantizer.config.wording import counted
 from quantizer.errors import UsageError

@@ -1,7 +1,7 @@
 """Give the activations of a result folder other scales, without the model and without data."""
 
 import re
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Container, Mapping
 from functools import cached_property
 from pathlib import Path
 
@@ -61,16 +61,17 @@ class CalibratedFolder:
         self.opened = read_info(place)
         self.header = self.opened.header
         self.plan = self.opened.plan
-        for why in self._obstacles():
+        why = next(why_statistics_insufficient(self.header, "retune"), None)
+        if self.header["settings"]["target_device"] == "DPU":
+            why = "scales for the DPU are aligned with each other, layer by layer"
+        if why is not None:
             raise ResultError(
                 f"{place} cannot be retuned: {why}",
                 help="calibrate again with the other config",
             )
         self.entries: _Entries = {}
-        sources = [self.opened.entries]
-        for join in self.header["joins"].values():
-            sources.append(join["left"])
-        for entries in sources:
+        left = [join["left"] for join in self.header["joins"].values()]
+        for entries in (self.opened.entries, *left):
             for layer, roles in entries.items():
                 self.entries.setdefault(layer, {}).update(roles)
         self.specs = _specs(self.entries)
@@ -79,32 +80,20 @@ class CalibratedFolder:
             for role, tensor in _observed_tensors(row).items():
                 self.planned[row["name"], role] = tensor
 
-    def _obstacles(self) -> Iterator[str]:
-        """Yield sentences that say why the scales cannot be computed from statistics alone."""
-        if self.header["settings"]["target_device"] == "DPU":
-            yield "scales for the DPU are aligned with each other, layer by layer"
-        yield from why_statistics_insufficient(self.header, "retune")
-
     @property
     def activations(self) -> list[Key]:
         """Return the activations whose scale was computed from data, in the order of
         execution.
         """
-        keys: list[Key] = []
-        for key in self.quantized:
-            spec = self.specs[key]
-            if spec.is_scaled and not spec.is_dynamic:
-                keys.append(key)
-        return keys
+        specs = self.specs
+        return [
+            key for key in self.quantized if specs[key].is_scaled and not specs[key].is_dynamic
+        ]
 
     @property
     def quantized(self) -> list[Key]:
         """Return all quantized activations, in the order of execution."""
-        keys: list[Key] = []
-        for key in self.planned:
-            if key in self.specs and not is_parameter(key[1]):
-                keys.append(key)
-        return keys
+        return [key for key in self.planned if key in self.specs and not is_parameter(key[1])]
 
     @cached_property
     def document(self) -> Document:
@@ -125,14 +114,6 @@ class CalibratedFolder:
                     name = re.match(r"\w+", origin)
                     return name[0] if name else "config"
         return "config"
-
-    def source(self, key: Key) -> str:
-        """Return the layer whose output is quantized under this key."""
-        return str(self.planned[key].get("source", key[0]))
-
-    def members(self, key: Key) -> list[str]:
-        """Return the layers whose tensors share one scale with this tensor. Its own is last."""
-        return [*self.planned[key].get("shared_with", ()), key[0]]
 
     def statistics(self) -> ObserverStates:
         """Return the states of the observers of the calibration, by layer and role."""
@@ -164,9 +145,7 @@ class CalibratedFolder:
         Raises:
             ResultError: the folder cannot be written.
         """
-        info: _Entries = {}
-        for layer, roles in self.entries.items():
-            info[layer] = dict(roles)
+        info: _Entries = {layer: dict(roles) for layer, roles in self.entries.items()}
         for (layer, role), entry in entries.items():
             info[layer][role] = entry
         header = dict(self.header)
@@ -242,11 +221,11 @@ class CalibratedFolder:
 
 
 def _specs(entries: _Entries) -> dict[Key, QuantizationSpec]:
-    specs: dict[Key, QuantizationSpec] = {}
-    for layer, roles in entries.items():
-        for role, entry in roles.items():
-            specs[layer, role] = QuantizationSpec(**entry["spec"])
-    return specs
+    return {
+        (layer, role): QuantizationSpec(**entry["spec"])
+        for layer, roles in entries.items()
+        for role, entry in roles.items()
+    }
 
 
 def _observed_tensors(row: JsonMapping) -> JsonObject:

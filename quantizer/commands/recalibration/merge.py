@@ -12,16 +12,16 @@ from quantizer.calibration import fingerprint, steps
 from quantizer.calibration.request import CalibrationRequest, StoredStatistics
 from quantizer.calibration.step import decisions_of
 from quantizer.calibration.target import TracedTarget
+from quantizer.cli import session
 from quantizer.cli.arguments.options import Options, command, option, takes
 from quantizer.cli.arguments.places import PathType, from_start
-from quantizer.cli.arguments.reproduction import (
+from quantizer.cli.run_folder import (
+    log_run,
     option_words,
     read_commands,
-    remember,
     without_folders,
+    write_calibration,
 )
-from quantizer.cli.opening import session
-from quantizer.cli.opening.run_folder import log_run
 from quantizer.cli.terminal.follow import run_display
 from quantizer.cli.terminal.output import Outcome, show
 from quantizer.cli.terminal.screen import notes_on_stderr
@@ -29,20 +29,18 @@ from quantizer.config.model import ResolvedConfig
 from quantizer.config.wording import counted
 from quantizer.errors import ResultError, UsageError
 from quantizer.graph.tracing.parameters import with_views
-from quantizer.report.files import REPORT_INPUTS, write_report
 from quantizer.results.calibrated import reuse_or_trace, stored_config
 from quantizer.results.calibrated_inputs import example_batch
 from quantizer.results.folder import (
     COMMANDS_KEY,
     ORIGIN_FILES,
     QuantInfo,
-    open_written,
     read_info,
     why_statistics_insufficient,
 )
 from quantizer.results.result_set import locked, require_result_folder
 from quantizer.results.same_calibration import check_model
-from quantizer.results.write import check_owner, require_expendable, write_results
+from quantizer.results.write import check_owner, require_expendable
 from quantizer.seeding import seed_everything
 from quantizer.sources.data import Batches
 
@@ -104,46 +102,40 @@ def _merge(places: list[Path], folder: Path, options: Options) -> Outcome:
     is_merged = "merge" in read_commands(folder).get(COMMANDS_KEY, ())
     require_expendable(folder, places, overwrite=options.overwrite or is_merged)
     first = infos[0]
+    seed = first.header["seed"]
     config = stored_config(first)
     # The places of settings in the user's config are those of the first calibration.
     origins = {name: first.files[name].content() for name in ORIGIN_FILES}
     _require_mergeable(infos, config)
-    seed_everything(infos[0].header["seed"])
+    seed_everything(seed)
     loaded = session.open_model(options)
-    batch = example_batch(infos[0].header)
+    batch = example_batch(first.header)
     with locked(folder), log_run(folder, options):
         original = with_views(reuse_or_trace(loaded.module, batch, first))
-        check_model(infos[0], original)
+        check_model(first, original)
         check_owner(folder, original.model, overwrite=options.overwrite)
         batches = Batches(
             lambda: iter((batch,)),
             "an example input",
             fingerprint=_merged_data(infos),
-            stamp=_stamp(infos),
+            # The first note on data that is not real
+            stamp=next(filter(None, (info.header["stamp"] for info in infos)), None),
         )
         request = CalibrationRequest(
             target=TracedTarget(original),
             config=config,
             batches=batches,
             events=run_display({}, quiet=options.quiet),
-            seed=infos[0].header["seed"],
-            statistics=tuple(_statistics_of(info) for info in infos),
+            seed=seed,
+            statistics=tuple(
+                StoredStatistics(info.statistics(), int(info.header["batches"]))
+                for info in infos
+            ),
             kept=first.solution.kept,
         )
         state = steps.run_calibration(request)
-        header = request.header(state)
-        write_results(
-            folder,
-            original,
-            state.calibration,
-            state.solution,
-            config=config,
-            run=header,
-            origins=origins,
-        )
-        opened = open_written(folder, REPORT_INPUTS)
-        commands = remember(opened, "merge", _command(options, places))
-        write_report(opened, commands=commands)
+        command = ("merge", _command(options, places))
+        write_calibration(folder, request, state, original, command=command, origins=origins)
     tensors = len(state.plan.tensors)
     seen = state.calibration.batches
     content = {"tensors": tensors, "batches": seen, "results": str(folder)}
@@ -151,29 +143,11 @@ def _merge(places: list[Path], folder: Path, options: Options) -> Outcome:
     return Outcome({}, content, [f"{line}; results: {folder}"])
 
 
-def _stamp(infos: list[QuantInfo]) -> str | None:
-    """Return the first note on data that is not real."""
-    for info in infos:
-        stamp: str | None = info.header["stamp"]
-        if stamp:
-            return stamp
-    return None
-
-
 def _command(options: Options, places: Sequence[Path]) -> list[str]:
     """Return the command of a merge, with only the options that affect its results."""
     folders = [without_folders(str(place)) for place in places]
     words = option_words(options, ("model", "weights", "trust"))
     return ["quantizer", "merge", *folders, *words]
-
-
-def _statistics_of(info: QuantInfo) -> StoredStatistics:
-    """Return the statistics of a calibration.
-
-    Raises:
-        ResultError: their file is damaged.
-    """
-    return StoredStatistics(info.statistics(), int(info.header["batches"]))
 
 
 def _require_mergeable(infos: Sequence[QuantInfo], config: ResolvedConfig) -> None:
@@ -209,12 +183,10 @@ def _model_differences(first: Mapping[str, Any], other: Mapping[str, Any]) -> It
     """Yield sentences about what differs in the models of two calibrations."""
     if first["model"] != other["model"]:
         yield f"it is of {other['model']}, not of {first['model']}"
-    layer = fingerprint.first_difference(first["layers"], other["layers"])
-    if layer is not None:
-        yield f"layer {layer} differs"
-    weight = fingerprint.first_difference(first["weights"], other["weights"])
-    if weight is not None:
-        yield f"the weight {weight} differs"
+    for key, called in (("layers", "layer"), ("weights", "the weight")):
+        name = fingerprint.first_difference(first[key], other[key])
+        if name is not None:
+            yield f"{called} {name} differs"
 
 
 def _setting_differences(first: Mapping[str, Any], other: Mapping[str, Any]) -> Iterator[str]:
@@ -244,21 +216,15 @@ def _insufficient(header: Mapping[str, Any], config: ResolvedConfig) -> Iterator
 
 def _merged_data(infos: Sequence[QuantInfo]) -> dict[str, Any]:
     """Return one fingerprint of the data of all folders. Its digest is the hash of theirs."""
-    samples = 0
-    batches = 0
+    parts = [info.header["data"] for info in infos]
     kinds: dict[str, set[Any]] = {}
-    digest = hashlib.blake2b(digest_size=16)
-    for info in infos:
-        data = info.header["data"]
-        samples += data["samples"]
-        batches += data["batches"]
-        digest.update(data["digest"].encode())
+    for data in parts:
         for name, input_kinds in data["inputs"].items():
             kinds.setdefault(name, set()).update(input_kinds)
-    inputs = {name: sorted(kinds[name]) for name in sorted(kinds)}
+    digests = "".join(data["digest"] for data in parts)
     return {
-        "samples": samples,
-        "batches": batches,
-        "inputs": inputs,
-        "digest": digest.hexdigest(),
+        "samples": sum(data["samples"] for data in parts),
+        "batches": sum(data["batches"] for data in parts),
+        "inputs": {name: sorted(kinds[name]) for name in sorted(kinds)},
+        "digest": hashlib.blake2b(digests.encode(), digest_size=16).hexdigest(),
     }

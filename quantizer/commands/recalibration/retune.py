@@ -9,7 +9,7 @@ import click
 
 from quantizer.cli.arguments.options import TABLE, Options, command, option, takes
 from quantizer.cli.arguments.places import PathType, from_start, layers_of_results, write_output
-from quantizer.cli.arguments.reproduction import remember
+from quantizer.cli.run_folder import remember
 from quantizer.cli.terminal import output
 from quantizer.cli.terminal.output import view_of
 from quantizer.commands.recalibration.calibrated_folder import CalibratedFolder
@@ -135,7 +135,14 @@ def _write(
     lock = locked_as_opened(files) if is_same else locked(target)
     with lock:
         check_owner(target, before.header["model"], overwrite=overwrite)
-        result.write(target)
+        entries, statistics = result.entries
+        before.write(
+            target,
+            result.config,
+            entries=entries,
+            planned=result.planned(),
+            statistics=statistics,
+        )
         opened = open_written(target, REPORT_INPUTS)
         commands = None
         calib_command = before.opened.commands.get("calib")

@@ -7,7 +7,6 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -191,19 +190,7 @@ class RetunedFolder:
                 del states[source, role]
         return entries, states
 
-    def write(self, place: Path) -> None:
-        """Write the result folder. It equals that of a calibration with the new config.
-
-        Raises:
-            ResultError: the statistics do not have what the new settings need, or the folder
-                cannot be written.
-        """
-        entries, statistics = self.entries
-        self._folder.write(
-            place, self.config, entries=entries, planned=self._planned(), statistics=statistics
-        )
-
-    def _planned(self) -> dict[Key, JsonObject]:
+    def planned(self) -> dict[Key, JsonObject]:
         """Return the tensors of plan.json, with the new specs and with origins in the new
         text.
         """
@@ -262,7 +249,9 @@ def _shared_observers(
     """Return the activations that share an observer, by the observed layer and the spec."""
     groups: dict[tuple[str, QuantizationSpec], list[Key]] = {}
     for key in folder.activations:
-        group = (folder.source(key), specs[key])
+        # The layer whose output is quantized under this key
+        source = str(folder.planned[key].get("source", key[0]))
+        group = (source, specs[key])
         groups.setdefault(group, []).append(key)
     return groups
 
@@ -310,7 +299,8 @@ def _changed_config(
             return config
     layers: dict[str, dict[Role, QuantizationSpec]] = {}
     for key, tensor in changed.items():
-        for name in folder.members(key):
+        # The layers whose tensors share one scale
+        for name in (*folder.planned[key].get("shared_with", ()), key[0]):
             specs = layers.setdefault(name, {})
             if not specs:
                 for (layer, role), spec in folder.specs.items():

@@ -6,7 +6,7 @@ for its verdict.
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -16,21 +16,19 @@ from torch import nn
 from quantizer.calibration import steps
 from quantizer.calibration.module_target import ModuleTarget
 from quantizer.calibration.request import CalibrationRequest
+from quantizer.cli import session
 from quantizer.cli.arguments.options import Options
 from quantizer.cli.arguments.places import from_start
-from quantizer.cli.arguments.reproduction import data_options
 from quantizer.cli.modes.calib_mode import with_remedy
 from quantizer.cli.modes.gates import (
     Gate,
     failed_gates,
     gate_lines,
+    held_gates,
     require_known,
     require_known_names,
 )
-from quantizer.cli.opening import session
-from quantizer.cli.opening.evaluation import evaluates_on_synthetic, evaluator_of
-from quantizer.cli.opening.run_folder import log_run
-from quantizer.cli.opening.session import OpenedRun
+from quantizer.cli.run_folder import data_options, log_run
 from quantizer.cli.terminal.follow import progress, run_display
 from quantizer.cli.terminal.output import Outcome, metric_lines
 from quantizer.cli.terminal.render import say_note
@@ -62,7 +60,7 @@ from quantizer.report import tables
 from quantizer.report.verdict import VerdictFacts
 from quantizer.results.result_set import locked
 from quantizer.results.write import check_owner
-from quantizer.sources.data import EXAMPLE_STAMP, Batches
+from quantizer.sources.data import Batches
 from quantizer.sources.directions import BY_NAME
 from quantizer.sources.module_state import evaluating, without_cache
 from quantizer.sources.tensor_kinds import check_kinds
@@ -123,7 +121,7 @@ class RunOnModules:
     """
 
     options: Options
-    opened: OpenedRun
+    opened: session.OpenedRun
     gates: Sequence[Gate]
     destination: str
     target: str
@@ -139,7 +137,7 @@ class RunOnModules:
         """
         options = self.options
         model = self.opened.loaded.module
-        evaluator = evaluator_of(options, self.opened.loaded)
+        evaluator = session.evaluator_of(options, self.opened.loaded)
         if evaluator is None:
             require_known_names(self.gates, options)
         read = session.read_config_file(options.config_file)
@@ -169,7 +167,11 @@ class RunOnModules:
         content = {"tensors": len(plan.tensors), "untraceable": self.error.message}
         line = f"{counted(len(plan.tensors), 'tensor')} quantized without data"
         calibrated = Outcome({}, content, [line], plan=plan)
-        opened = replace(self.opened, improvement=self._improvement())
+        opened = replace(
+            self.opened,
+            improvement=f"change {self.opened.loaded.name} so that torch.export can trace it. "
+            "Until then there is no GPTQ, no quantized activation and no figure of a layer.",
+        )
         left_float = {}
         for path, kind in uncovered_modules(model, plan.graph).items():
             left_float[path] = f"there are no quantization rules for {kind}"
@@ -182,16 +184,8 @@ class RunOnModules:
             opened,
             calibrated,
             tested,
-            plan,
             untraced=untraced,
             remedy="`exclude` in the config leaves layers in float",
-        )
-
-    def _improvement(self) -> str:
-        """Return what would lose less."""
-        return (
-            f"change {self.opened.loaded.name} so that torch.export can trace it. Until then "
-            "there is no GPTQ, no quantized activation and no figure of a layer."
         )
 
     def _quantized(
@@ -208,19 +202,11 @@ class RunOnModules:
         )
         return steps.run_calibration(request).plan
 
-    def _evaluation_data(self) -> Batches:
-        opened = self.opened
-        if opened.batches.stands_in and not self.options.eval_data:
-            return replace(opened.batches, stamp=EXAMPLE_STAMP)
-        if evaluates_on_synthetic(self.options, opened.loaded):
-            return opened.batches
-        return session.open_data(self.options, opened.loaded, evaluation=True)
-
     def _tested(self, pair: ModulePair, plan: Plan, folder: Path) -> Outcome:
         """Compare the models, and write the file if all gates hold."""
         options = self.options
-        batches = self._evaluation_data()
-        evaluator = evaluator_of(options, self.opened.loaded)
+        batches = session.open_test_data(options, self.opened.loaded, self.opened)
+        evaluator = session.evaluator_of(options, self.opened.loaded)
 
         def check(metrics: Collection[str]) -> None:
             directions = BY_NAME if evaluator is None else evaluator.directions
@@ -230,7 +216,7 @@ class RunOnModules:
         scores = pair.scores(batches, events, function=evaluator, check=check)
         report = tables.report_values(scores, [], batches.stamp)
         if self.gates:
-            report["gates"] = self._held(scores.gated)
+            report["gates"] = held_gates(self.gates, scores.gated)
         lines: list[RenderableType] = metric_lines(scores.comparison.metrics())
         tested = Outcome(scores.gated, report, lines, report=report)
         about_outputs = [gate for gate in self.gates if gate.is_of_outputs]
@@ -249,14 +235,6 @@ class RunOnModules:
             deployed={path: verified},
             exports=report["exports"],
         )
-
-    def _held(self, metrics: Mapping[str, float]) -> dict[str, bool]:
-        """Return whether each gate holds, by its text."""
-        gates = {}
-        for gate in self.gates:
-            if gate.metric in metrics:
-                gates[gate.text] = gate.holds(metrics)
-        return gates
 
     def _written(
         self, pair: ModulePair, plan: Plan, batches: Batches, folder: Path
@@ -295,7 +273,6 @@ class FinishedRun:
         test_options: the options of its test.
         opened: the model and its data.
         calibrated, tested: the results of both modes.
-        plan: of the calibration.
         data: that calibrate and judge; None on modules, whose weights need no data.
         tuning: the search for a better config, if there was one.
         remedy: what to do if a gate does not hold; empty to name the page of the report.
@@ -304,10 +281,9 @@ class FinishedRun:
 
     destination: str
     test_options: Options
-    opened: OpenedRun
+    opened: session.OpenedRun
     calibrated: Outcome
     tested: Outcome
-    plan: Plan
     data: DividedData | None = None
     tuning: TunedRun | None = None
     remedy: str = ""
@@ -317,6 +293,7 @@ class FinishedRun:
         """Return what the verdict is about."""
         tested = self.tested
         options = self.test_options
+        assert self.calibrated.plan is not None
         path: str | None = None
         size = 0
         verified: Verification | None = None
@@ -330,7 +307,7 @@ class FinishedRun:
             calibrated_samples = self.data.calib_options.subset_len
             of_data = replace(options, subset_len=calibrated_samples)
         return VerdictFacts.of(
-            self.plan,
+            self.calibrated.plan,
             verified,
             untraced=self.untraced,
             path=path,

@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 from quantizer.calibration.events import Events, RunStage
 from quantizer.comparison.output_comparison import require_same_shape
 from quantizer.comparison.output_figures import OutputFigures, PartFigures, leaves
-from quantizer.comparison.sample_rows import SampleFinder
+from quantizer.comparison.samples import SampleFinder
 from quantizer.errors import ModelError
 from quantizer.evaluation.compare import over_batches
 from quantizer.evaluation.network_comparison import NetworkComparison

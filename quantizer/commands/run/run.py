@@ -11,6 +11,7 @@ from pathlib import Path
 
 import click
 
+from quantizer.cli import session
 from quantizer.cli.arguments.options import TARGET_OPTIONS, Options, command, option, takes
 from quantizer.cli.arguments.places import PathType, PluginWord, as_typed, from_start
 from quantizer.cli.modes import torchrun
@@ -20,10 +21,8 @@ from quantizer.cli.modes.gates import (
     Gate,
     about_networks,
     failed_gates,
-    gate_lines,
     not_measured_by_targets,
     parse_gate,
-    require_known,
     require_known_names,
     require_known_parts,
     require_measured,
@@ -31,17 +30,13 @@ from quantizer.cli.modes.gates import (
 )
 from quantizer.cli.modes.run_mode import require_met
 from quantizer.cli.modes.test_mode import run_test
-from quantizer.cli.opening import session
-from quantizer.cli.opening.evaluation import evaluates_on_synthetic, evaluator_of
-from quantizer.cli.opening.session import OpenedRun
 from quantizer.cli.terminal import output
-from quantizer.cli.terminal.annotations import append_summary
 from quantizer.cli.terminal.follow import one_display
 from quantizer.cli.terminal.render import say_note
 from quantizer.cli.terminal.screen import notes_on_stderr
 from quantizer.commands.run.module_run import FinishedRun, RunOnModules, require_weights_only
 from quantizer.commands.searching.divided_data import data_of_run, divide_data
-from quantizer.commands.searching.search_context import watched_data
+from quantizer.commands.searching.trials import watched_data
 from quantizer.commands.searching.tuned_run import (
     TUNED_CONFIG,
     loses_most,
@@ -65,7 +60,6 @@ from quantizer.export.sized_widths import SIZED, SizedRun, config_within, requir
 from quantizer.export.targets import EXPORTERS, require_choices
 from quantizer.export.value_names import require_fitting_names
 from quantizer.export.without_codes import layers_to_leave
-from quantizer.graph.channels.output_parts import output_parts
 from quantizer.graph.ir import Graph
 from quantizer.graph.modules import module_graph
 from quantizer.graph.tracing.untraced import untraced_part
@@ -174,13 +168,11 @@ def run(model: str, options: RunOptions) -> None:
         finished = _run(options, gates)
     lines = verdict(finished.facts(gates))
     _show(finished, lines, as_json=options.json)
-    append_summary(finished.tested.report, gate_lines(gates, finished.tested.metrics))
     remedy = finished.remedy or loses_most(options)
     require_met(finished.test_options, gates, finished.tested, remedy=remedy)
     if finished.tested.error:
         with in_words_of_run(finished.test_options.deploy[0], finished.destination):
             raise finished.tested.error
-    require_known(gates, finished.tested.metrics)
 
 
 def _run(options: RunOptions, gates: Sequence[Gate]) -> FinishedRun:
@@ -217,7 +209,7 @@ def _run(options: RunOptions, gates: Sequence[Gate]) -> FinishedRun:
             graph = opened.graph
         except UntraceableError as error:
             return _on_modules(options, opened, gates, name=name, error=error)
-        require_known_parts(gates, output_parts(graph))
+        require_known_parts(gates, graph)
         require_products(gates, graph)
         require_fitting_names(options.target_choices, model, graph)
         require_model(target, choices, model)
@@ -244,10 +236,7 @@ def _run(options: RunOptions, gates: Sequence[Gate]) -> FinishedRun:
         tested = run_test(test_options, opened=opened)
         if not tested.error:
             Checkpoints(folder).remove()
-        assert calibrated.plan is not None
-        finished = FinishedRun(
-            name, test_options, opened, calibrated, tested, calibrated.plan, data
-        )
+        finished = FinishedRun(name, test_options, opened, calibrated, tested, data)
         if EXPORTERS[target].holds_whole_model:
             finished = replace(finished, untraced=untraced_part(model, graph))
         if not options.minutes or tested.error or not failed_gates(gates, tested.metrics):
@@ -255,15 +244,17 @@ def _run(options: RunOptions, gates: Sequence[Gate]) -> FinishedRun:
         return _tuned(finished, options, gates, has_file=has_file)
 
 
-def _require_checkable(gates: Sequence[Gate], options: Options, opened: OpenedRun) -> None:
+def _require_checkable(
+    gates: Sequence[Gate], options: Options, opened: session.OpenedRun
+) -> None:
     """Refuse a gate that cannot be checked, before anything is written.
 
     Raises:
         UsageError: there is no metric of a gate.
     """
-    if evaluator_of(options, opened.loaded) is None:
+    if session.evaluator_of(options, opened.loaded) is None:
         require_known_names(gates, options)
-    if evaluates_on_synthetic(options, opened.loaded):
+    if session.evaluates_on_synthetic(options, opened.loaded):
         example = opened.batches.for_shapes().first()
         require_measured(gates, not_measured_by_targets(example))
 
@@ -283,7 +274,7 @@ def _tuned(
         say_note("note: no better config is looked for: --max_mb has chosen the widths")
         return finished
     opened, data = finished.opened, finished.data
-    assert data is not None
+    assert data is not None and finished.calibrated.plan is not None
     targets = finished.test_options.deploy
     judged = about_networks(gates, targets)
     try:
@@ -309,17 +300,15 @@ def _tuned(
         minutes=options.minutes,
         targets=targets,
         deploy=targets,
-        tested=(finished.tested.metrics, finished.plan) if is_judged else None,
+        tested=(finished.tested.metrics, finished.calibrated.plan) if is_judged else None,
         gives_advice=True,
     )
-    assert run.calibrated.plan is not None
     return replace(
         finished,
         test_options=run.test_options,
         opened=run.opened,
         calibrated=run.calibrated,
         tested=run.tested,
-        plan=run.calibrated.plan,
         data=data,
         tuning=run,
     )
@@ -327,7 +316,7 @@ def _tuned(
 
 def _on_modules(
     options: RunOptions,
-    opened: OpenedRun,
+    opened: session.OpenedRun,
     gates: Sequence[Gate],
     *,
     name: str,
@@ -384,7 +373,7 @@ def _show(finished: FinishedRun, lines: Sequence[str], *, as_json: bool) -> None
 
 
 def config_of_run(
-    options: Options, made_for: MadeFor, graph: Graph, opened: OpenedRun, *, target: str
+    options: Options, made_for: MadeFor, graph: Graph, opened: session.OpenedRun, *, target: str
 ) -> str:
     """Return the path of the run's config, and print what was fitted if it is a new one."""
     preset = made_for.preset

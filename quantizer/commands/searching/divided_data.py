@@ -5,10 +5,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from quantizer.calibration.held_back import MIN_SAMPLES, may_need_data, samples_to_calibrate
+from quantizer.cli import session
 from quantizer.cli.arguments.options import Options
-from quantizer.cli.opening import session
-from quantizer.cli.opening.evaluation import evaluates_on_synthetic, reads_calibration_data
-from quantizer.cli.opening.session import OpenedRun
 from quantizer.config.load import load_preset
 from quantizer.config.wording import counted
 from quantizer.errors import UsageError
@@ -55,7 +53,7 @@ class DividedData:
         )
 
 
-def divide_data(options: Options, opened: OpenedRun) -> DividedData:
+def divide_data(options: Options, opened: session.OpenedRun) -> DividedData:
     """Return the data of calibration and of tests. Without evaluation data, the last quarter of
     the calibration data is held back.
 
@@ -64,7 +62,7 @@ def divide_data(options: Options, opened: OpenedRun) -> DividedData:
             the calibration data.
     """
     loaded = opened.loaded
-    if evaluates_on_synthetic(options, loaded):
+    if session.evaluates_on_synthetic(options, loaded):
         raise UsageError(
             "synthetic data cannot judge a config", help="give real data with --eval_data"
         )
@@ -88,7 +86,7 @@ def divide_data(options: Options, opened: OpenedRun) -> DividedData:
     return _divided(options, loaded, first, sum(sizes))
 
 
-def data_of_run(options: Options, opened: OpenedRun, preset: str | None) -> DividedData:
+def data_of_run(options: Options, opened: session.OpenedRun, preset: str | None) -> DividedData:
     """Return the data of a run that tests one config. The last quarter is held back, unless
     there are other evaluation data, few samples, or nothing to calibrate.
 
@@ -99,7 +97,7 @@ def data_of_run(options: Options, opened: OpenedRun, preset: str | None) -> Divi
     """
     loaded = opened.loaded
     whole = DividedData(opened.batches, opened.batches, options, options)
-    if evaluates_on_synthetic(options, loaded):
+    if session.evaluates_on_synthetic(options, loaded):
         return whole
     if _has_evaluation_data(options, loaded):
         evaluation = session.open_data(options, loaded, evaluation=True)
@@ -118,7 +116,7 @@ def data_of_run(options: Options, opened: OpenedRun, preset: str | None) -> Divi
     return _divided(options, loaded, first, sum(sizes))
 
 
-def _batch_sizes(options: Options, opened: OpenedRun) -> list[int]:
+def _batch_sizes(options: Options, opened: session.OpenedRun) -> list[int]:
     """Return the number of samples of each batch of the calibration data, which are read.
 
     Raises:
@@ -175,4 +173,4 @@ def _are_same(calibration: Batches, evaluation: Batches) -> bool:
 
 def _has_evaluation_data(options: Options, loaded: LoadedModel) -> bool:
     """Return whether tests have other data than calibration."""
-    return bool(options.skip_len) or not reads_calibration_data(options, loaded)
+    return bool(options.skip_len) or not session.reads_calibration_data(options, loaded)

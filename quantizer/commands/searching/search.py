@@ -9,21 +9,15 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any
 
-from quantizer.commands.searching.trial import Change, Figures, Trial
+from quantizer.commands.searching.trials import Change, Figures, SearchContext, Trial, plan_of
 from quantizer.config.diagnostics import ConfigError
-from quantizer.config.model import Algorithm
 from quantizer.errors import QuantizerError, UsageError
-from quantizer.graph.ir import Graph
-from quantizer.graph.passes import run_passes
 from quantizer.plan.fit.fitted_algorithms import why_algorithm_is_idle
 from quantizer.plan.model import Plan
-from quantizer.plan.resolve import resolve_plan
-from quantizer.results.calibrated import Calibrated
-from quantizer.sources.batches import Batch
 
 # The results of steps
 START = "start"
@@ -105,7 +99,7 @@ class Search:
 
     def __init__(
         self,
-        context: Context,
+        context: SearchContext,
         steps: Sequence[SearchStep],
         seconds: float,
         *,
@@ -279,36 +273,8 @@ def _reason_of(error: QuantizerError) -> str:
     return error.message
 
 
-class Context(Protocol):
-    """What all trials of a search share."""
-
-    @property
-    def original(self) -> Graph:
-        """Return the traced model, before passes."""
-
-    def measure(self, trial: Trial) -> Figures:
-        """Calibrate and test a trial."""
-
-    def calibrate(self, trial: Trial) -> tuple[Calibrated, Plan]:
-        """Calibrate a trial in memory, and return its plan, too."""
-
-    def batches(self) -> Iterator[Batch]:
-        """Begin a pass over the calibration data, on the model's device."""
-
-    def refusal(self, plan: Plan, algorithms: Iterable[Algorithm]) -> str:
-        """Return why a target cannot hold a plan, or what its algorithms make of it. The text
-        is empty if all targets can.
-        """
-
-
-def plan_of(trial: Trial, original: Graph) -> Plan:
-    """Return the plan of a trial for a model, before algorithms."""
-    graph = run_passes(original, trial.config.settings)
-    return resolve_plan(trial.config, graph, original)
-
-
 def require_worth_measuring(
-    changed: Trial, before: Trial, plan_before: Plan, context: Context
+    changed: Trial, before: Trial, plan_before: Plan, context: SearchContext
 ) -> None:
     """Raise an error if a changed trial need not be measured.
 

@@ -11,7 +11,7 @@ from typing import Any
 from quantizer.calibration.events import NO_FOLLOWER
 from quantizer.commands.searching.float_layers import FloatSearch, float_parts
 from quantizer.commands.searching.search import OutOfTimeError, Search, SearchStep
-from quantizer.commands.searching.trial import Change, Trial
+from quantizer.commands.searching.trials import Change, Trial
 from quantizer.config.forms.level_edits import (
     group_sizes,
     with_algorithm,
@@ -49,14 +49,14 @@ _MAX_ON_ALL = 100
 """With more quantized tensors, each is measured on one batch instead of `NOISE_BATCHES`."""
 
 
-def _edited(edit: Callable[[JsonMapping], JsonObject], trial: Trial) -> Trial:
-    """Return the trial with an edited document."""
-    return replace(trial, document=edit(trial.document))
-
-
 def _change(text: str, edit: Callable[..., JsonObject], **arguments: Any) -> Change:
     """Return the change that calls `edit(document, **arguments)`."""
-    return Change(text, partial(_edited, partial(edit, **arguments)))
+
+    def apply(trial: Trial) -> Trial:
+        """Return the trial with an edited document."""
+        return replace(trial, document=edit(trial.document, **arguments))
+
+    return Change(text, apply)
 
 
 def _always(*changes: Change) -> Callable[[Search], Iterator[Change]]:

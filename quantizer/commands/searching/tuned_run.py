@@ -11,21 +11,19 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from quantizer.cli import session
 from quantizer.cli.arguments.options import Options, option
 from quantizer.cli.arguments.places import from_start, minutes
 from quantizer.cli.modes.calib_mode import run_calib
 from quantizer.cli.modes.gates import Gate
 from quantizer.cli.modes.test_mode import run_test
-from quantizer.cli.opening import session
-from quantizer.cli.opening.session import OpenedRun, ReadConfig
 from quantizer.cli.terminal import output
 from quantizer.cli.terminal.output import Outcome
 from quantizer.cli.terminal.render import say_note
 from quantizer.commands.searching.divided_data import DividedData
-from quantizer.commands.searching.search import KEPT, NOT_TRIED, START, Row, Search, plan_of
-from quantizer.commands.searching.search_context import SearchContext, Subject
+from quantizer.commands.searching.search import KEPT, NOT_TRIED, START, Row, Search
 from quantizer.commands.searching.steps import STEPS
-from quantizer.commands.searching.trial import Figures, Trial
+from quantizer.commands.searching.trials import Figures, SearchContext, Subject, Trial, plan_of
 from quantizer.config.forms.level_edits import with_tuning_comments
 from quantizer.config.json_types import JsonObject
 from quantizer.errors import UsageError
@@ -72,7 +70,7 @@ class TunedRun:
     sentence: str
     minutes: float
     config: str
-    opened: OpenedRun
+    opened: session.OpenedRun
     calibrated: Outcome
     tested: Outcome
     test_options: Options
@@ -99,7 +97,7 @@ class TunedRun:
 
 
 def tune_config(
-    opened: OpenedRun,
+    opened: session.OpenedRun,
     data: DividedData,
     gates: Sequence[Gate],
     path: Path,
@@ -209,7 +207,7 @@ def _advice(search: Search) -> str:
     )
 
 
-def _write_config(path: Path, read: ReadConfig, search: Search) -> None:
+def _write_config(path: Path, read: session.ReadConfig, search: Search) -> None:
     """Write the config of the best trial, with comments that say what was changed.
 
     Raises:

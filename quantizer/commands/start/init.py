@@ -107,7 +107,7 @@ def _fitted(text: str, name: str, options: Options) -> str:
         refuse_typed(MODEL, "it needs --model: then init fits the preset to the model")
         return text
     # These import torch
-    from quantizer.cli.opening.traced_model import traced_model
+    from quantizer.cli.traced_model import traced_model
     from quantizer.plan.fit.fitted_config import fitted_text
 
     traced = traced_model(options)

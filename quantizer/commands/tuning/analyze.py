@@ -9,17 +9,17 @@ from typing import Any
 
 import click
 
+from quantizer.cli import session
 from quantizer.cli.arguments.grouped_command import refuse_typed
 from quantizer.cli.arguments.options import LOOK, TABLE, Options, command, option, takes
 from quantizer.cli.arguments.places import PathType, from_start, write_output
-from quantizer.cli.opening import session
 from quantizer.cli.terminal import output
 from quantizer.cli.terminal.output import table_view
 from quantizer.cli.terminal.render import say_note
 from quantizer.cli.terminal.screen import notes_on_stderr
-from quantizer.commands.searching.search_context import Subject, watched_data
+from quantizer.commands.searching.float_layers import cheapest_floats, measured_tensors
+from quantizer.commands.searching.trials import Subject, watched_data
 from quantizer.commands.tuning import sensitivity
-from quantizer.commands.tuning.analyze_tensors import cheapest_floats, measured_tensors
 from quantizer.config.json_types import JsonMapping
 from quantizer.config.model import CAST_ONLY
 from quantizer.errors import UsageError

@@ -17,18 +17,11 @@ _WEIGHT_TITLES = ("layer", "weights", "config bits")
 def analysis_table(analysis: Analysis, choice: WidthChoice | None, view: TableView) -> Listing:
     """Return a table with a row for each weight.
 
-    With a choice, it has the chosen widths. Without one, it has the noise at each width, the
-    most sensitive weight first.
+    With a choice, it has the chosen widths. Without one, it has the SQNR at the output if only
+    one weight is quantized, at each width, the most sensitive weight first.
     """
-    if choice is None:
-        return _sensitivity_table(analysis, view)
-    return _choice_table(analysis, choice, view)
-
-
-def _sensitivity_table(analysis: Analysis, view: TableView) -> Listing:
-    """Return the SQNR at the output if only one weight is quantized, for each weight and
-    width.
-    """
+    if choice is not None:
+        return _choice_table(analysis, choice, view)
     total = sum(row.noise[0] for row in analysis.rows)
     lines = []
     for row in sorted(analysis.rows, key=lambda row: (-row.noise[0], row.name)):

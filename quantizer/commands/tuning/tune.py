@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 
 import click
 
+from quantizer.cli import session
 from quantizer.cli.arguments.options import MODEL, Options, command, takes
 from quantizer.cli.arguments.places import from_start
 from quantizer.cli.modes import torchrun
@@ -20,10 +21,7 @@ from quantizer.cli.modes.gates import (
     require_known_parts,
 )
 from quantizer.cli.modes.run_mode import require_met
-from quantizer.cli.opening import session
-from quantizer.cli.opening.evaluation import evaluator_of
 from quantizer.cli.terminal import output
-from quantizer.cli.terminal.annotations import append_summary
 from quantizer.cli.terminal.follow import one_display
 from quantizer.cli.terminal.screen import notes_on_stderr
 from quantizer.commands.searching.divided_data import divide_data
@@ -37,7 +35,6 @@ from quantizer.commands.searching.tuned_run import (
 from quantizer.config.load import load_config
 from quantizer.errors import UsageError
 from quantizer.export.exporting import require_extras
-from quantizer.graph.channels.output_parts import output_parts
 from quantizer.printable import json_text
 from quantizer.results.result_set import locked, require_result_folder
 from quantizer.results.write import check_owner
@@ -84,7 +81,6 @@ def tune(options: TuneOptions) -> None:
         console = output.console()
         for line in gate_lines(gates, run.tested.metrics):
             output.print_line(line, console)
-    append_summary(run.tested.report, gate_lines(gates, run.tested.metrics))
     require_met(run.test_options, gates, run.tested, remedy=loses_most(options))
     if run.tested.error:
         raise run.tested.error
@@ -117,9 +113,9 @@ def _tune(options: TuneOptions, gates: Sequence[Gate]) -> TunedRun:
     opened = session.open_run(options)
     if opened.batches.stands_in:
         raise session.missing_data()
-    if evaluator_of(options, opened.loaded) is None:
+    if session.evaluator_of(options, opened.loaded) is None:
         require_known_names(gates, options)
-    require_known_parts(gates, output_parts(opened.graph))
+    require_known_parts(gates, opened.graph)
     with locked(folder):
         check_owner(folder, opened.graph.model, overwrite=options.overwrite)
     path = folder / TUNED_CONFIG

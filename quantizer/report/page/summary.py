@@ -10,7 +10,6 @@ from quantizer.config.json_types import JsonMapping
 from quantizer.config.roles import is_parameter
 from quantizer.config.wording import counted
 from quantizer.declarations import HIGHER, LOWER, MetricWords
-from quantizer.evaluation.pass_loss import pass_loss_line
 from quantizer.evaluation.scores import DROP, RATIO
 from quantizer.plugins import plugins
 from quantizer.report.next_step import (
@@ -116,6 +115,9 @@ def verdict(content: JsonMapping) -> list[str]:
         text += f"; {name} has the largest loss ({worst['local_sqnr_db']:.1f} dB)"
     sentences.append(f"{text}.")
     if content.get("passes"):
+        # Only passes that change the function need it
+        from quantizer.evaluation.pass_loss import pass_loss_line
+
         sentences.append(f"{pass_loss_line(content['passes'])}.")
     return sentences
 

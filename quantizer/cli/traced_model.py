@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from quantizer.calibration.memory_prediction import ProcessMemory
+from quantizer.cli import session
 from quantizer.cli.arguments.options import Options
-from quantizer.cli.opening import session
 from quantizer.config.diagnostics import pointing_into
 from quantizer.config.model import StructureNames
 from quantizer.graph.ir import Graph

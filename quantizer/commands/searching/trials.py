@@ -1,26 +1,31 @@
-"""What the trials of `quantizer analyze` and `quantizer tune` share: the model and its data. It
-calibrates and tests trials in memory.
+"""The trials of `quantizer analyze` and `quantizer tune`: a config to try, a change of one, and
+what was measured on it. All trials share the model and its data. They are calibrated and tested
+in memory.
 """
 
+from __future__ import annotations
+
+import json
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, field
+from functools import cached_property, partial
 
 from quantizer.calibration import steps
 from quantizer.calibration.events import Events, RunStage
 from quantizer.calibration.request import CalibrationRequest
 from quantizer.calibration.target import TracedTarget
+from quantizer.cli import session
 from quantizer.cli.arguments.options import Options
 from quantizer.cli.modes.calib_mode import require_calibration_room
 from quantizer.cli.modes.gates import Gate, require_known_names
-from quantizer.cli.opening import session
-from quantizer.cli.opening.evaluation import evaluator_of
-from quantizer.cli.opening.session import ReadConfig
 from quantizer.cli.terminal.follow import progress, run_display
 from quantizer.cli.terminal.screen import without_notes
-from quantizer.commands.searching.trial import Figures, Trial
+from quantizer.config.document.document import Document
+from quantizer.config.dpu_accuracy import with_finetuning
+from quantizer.config.json_types import JsonMapping
+from quantizer.config.load import check_document
 from quantizer.config.model import Algorithm, ResolvedConfig
 from quantizer.errors import UsageError
 from quantizer.evaluation.analyze import WatchedData
@@ -28,7 +33,9 @@ from quantizer.evaluation.scores import measure, score
 from quantizer.export.exporting import as_run, planned_refusals, refuse
 from quantizer.export.targets import checked_target
 from quantizer.graph.ir import Graph
+from quantizer.graph.passes import run_passes
 from quantizer.plan.model import Plan
+from quantizer.plan.resolve import resolve_plan
 from quantizer.plan.size import weight_bytes
 from quantizer.results.calibrated import Calibrated
 from quantizer.seeding import seed_everything
@@ -36,6 +43,114 @@ from quantizer.sources.batches import Batch
 from quantizer.sources.data import Batches
 from quantizer.sources.models import LoadedModel
 from quantizer.sources.padding import without_padding
+
+LEAST_GAIN = 0.01
+"""A change gains something if it takes away this share of the distance from the gates. Less is
+chance.
+"""
+TIE_DB = 0.1
+"""If a change gains less than that, it has to raise the SQNR of the outputs by so many dB."""
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A config, and the mode of finetuning that it is calibrated with.
+
+    Attributes:
+        document: the config, in its form's words.
+        fast_finetune: "adaround", "adaquant" or None.
+    """
+
+    document: JsonMapping
+    fast_finetune: str | None = None
+
+    @cached_property
+    def config(self) -> ResolvedConfig:
+        """Return the checked config.
+
+        Raises:
+            ConfigError: it has errors.
+            UsageError: it cannot be finetuned so.
+        """
+        document = Document.of(self.document, "the changed config")
+        config = check_document(document).require()
+        config, _ = with_finetuning(config, None, self.fast_finetune)
+        return config
+
+    @property
+    def key(self) -> str:
+        """Return a text that is the same for equal trials only."""
+        return json.dumps([self.document, self.fast_finetune], default=str)
+
+
+@dataclass(frozen=True)
+class Change:
+    """A change of a config that may come nearer to the gates.
+
+    Attributes:
+        text: what it does to the config, as part of a sentence.
+        apply: returns the changed trial. It raises `UsageError` if the config's form has no
+            word for the change.
+        undoes: the name of the earlier step whose change this one removes; empty if it removes
+            none.
+    """
+
+    text: str
+    apply: Callable[[Trial], Trial]
+    undoes: str = ""
+
+
+@dataclass(frozen=True)
+class Figures:
+    """What was measured on a trial.
+
+    Attributes:
+        metrics: the figures of a test, by name.
+        shortfalls: for each gate the distance of its metric from the bound, as a share of the
+            bound; 0 if the gate holds, infinity if nothing could be measured.
+        weight_bytes: the bytes of all parameters, quantized.
+        missed_by_float: the gates that do not hold for the float network either.
+        parts: the figures of single outputs and parts.
+    """
+
+    metrics: Mapping[str, float]
+    shortfalls: tuple[float, ...]
+    weight_bytes: int
+    missed_by_float: tuple[str, ...] = ()
+    parts: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def gated(self) -> Mapping[str, float]:
+        """Return all figures, by the names that gates use."""
+        return {**self.metrics, **self.parts}
+
+    @property
+    def is_met(self) -> bool:
+        """Return whether all gates hold."""
+        return not any(self.shortfalls)
+
+    def is_better_than(self, other: Figures) -> bool:
+        """Return whether no metric is farther from its bound than in `other`, and something is
+        gained: less distance in all, or else a higher SQNR of the outputs.
+
+        >>> before = Figures({"sqnr_db": 20.0}, (0.5,), 100)
+        >>> Figures({"sqnr_db": 20.0}, (0.4,), 100).is_better_than(before)
+        True
+        >>> Figures({"sqnr_db": 21.0}, (0.5,), 100).is_better_than(before)
+        True
+        """
+        pairs = zip(self.shortfalls, other.shortfalls, strict=True)
+        # Written with `not`, so that NaN is worse than any number
+        if not all(after <= before for after, before in pairs):
+            return False
+        distance_before = math.fsum(other.shortfalls)
+        if math.fsum(self.shortfalls) < distance_before * (1 - LEAST_GAIN):
+            return True
+        before_db = other.metrics.get("sqnr_db")
+        after_db = self.metrics.get("sqnr_db")
+        if before_db is None or after_db is None:
+            return False
+        return after_db > before_db + TIE_DB
 
 
 def _on_device(options: Options, batches: Batches, graph: Graph) -> Iterator[Batch]:
@@ -62,7 +177,7 @@ class Subject:
     """A config, with the model and the calibration data that it is analysed on."""
 
     options: Options
-    read: ReadConfig
+    read: session.ReadConfig
     loaded: LoadedModel
     batches: Batches
     original: Graph
@@ -155,7 +270,7 @@ class SearchContext:
         self._targets = targets
         self._run_as = run_as
         self._options = subject.options
-        self._evaluator = evaluator_of(self._options, subject.loaded)
+        self._evaluator = session.evaluator_of(self._options, subject.loaded)
         self._float_metrics: Mapping[str, float] | None = None
 
     @contextmanager
@@ -258,3 +373,9 @@ class SearchContext:
             except UsageError as error:
                 return error.message
         return ""
+
+
+def plan_of(trial: Trial, original: Graph) -> Plan:
+    """Return the plan of a trial for a model, before algorithms."""
+    graph = run_passes(original, trial.config.settings)
+    return resolve_plan(trial.config, graph, original)

@@ -1,4 +1,4 @@
-"""Opens config, model and data of a command, and resolves the plan."""
+"""Opens config, model and data of a command, and resolves the plan. Says what tests read."""
 
 from __future__ import annotations
 
@@ -12,14 +12,13 @@ import torch
 
 from quantizer.cli.arguments.options import Options
 from quantizer.cli.arguments.places import from_start, unmoved
-from quantizer.cli.opening.evaluation import evaluation_option, options_of_kinds, sample_length
 from quantizer.cli.terminal.screen import timed
 from quantizer.config.diagnostics import ConfigError, Diagnostic
 from quantizer.config.document.document import Document
 from quantizer.config.json_types import JsonMapping
 from quantizer.config.load import default_config, load_config
-from quantizer.config.model import ResolvedConfig
 from quantizer.config.run_options import dynamic_sizes, with_finetuning
+from quantizer.config.model import ResolvedConfig, Settings
 from quantizer.config.wording import counted
 from quantizer.errors import UsageError
 from quantizer.graph.ir import Graph
@@ -32,9 +31,10 @@ from quantizer.plugins import if_command
 from quantizer.results.calibrated import reuse_or_trace, trace_module
 from quantizer.results.folder import OpenedResults
 from quantizer.sources.batches import Batch
-from quantizer.sources.data import DEFAULT_BATCH_SIZE, Batches, load_batches
-from quantizer.sources.kinds import advice_without_data
-from quantizer.sources.models import LoadedModel, load_model
+from quantizer.sources.data import DEFAULT_BATCH_SIZE, EXAMPLE_STAMP, Batches, load_batches
+from quantizer.sources.example_inputs import DEFAULT_SEQ_LEN, longest_window
+from quantizer.sources.kinds import advice_without_data, is_synthetic
+from quantizer.sources.models import Evaluate, LoadedModel, load_evaluate, load_model
 from quantizer.storage import process_memory
 
 _logger = logging.getLogger(__name__)
@@ -121,11 +121,7 @@ class OpenedRun:
 
     @cached_property
     def graph(self) -> Graph:
-        """Return the trace on the first batch, compared with the model on it.
-
-        Raises:
-            ModelError, DataError: as `trace_model`.
-        """
+        """Return the trace on the first batch, compared with the model on it."""
         return trace_model(self.options, self.loaded, self.batches, compared=True)
 
     def with_batches(self, batches: Batches) -> OpenedRun:
@@ -141,12 +137,19 @@ class OpenedRun:
         return other
 
 
-def open_run(options: Options) -> OpenedRun:
-    """Open the model and its calibration data.
+def config_to_look(path: str | None) -> ReadConfig:
+    """Return the config of `--config_file`, or one that quantizes all that can be quantized.
 
     Raises:
-        UsageError, ModelError, DataError: as `open_model` and `open_data`.
+        ConfigError: with all findings, when it cannot be used.
     """
+    if path is None:
+        return ReadConfig(replace(default_config(), settings=Settings()), (), {})
+    return read_config_file(path)
+
+
+def open_run(options: Options) -> OpenedRun:
+    """Open the model and its calibration data."""
     loaded = open_model(options)
     return OpenedRun(options, loaded, open_data(options, loaded))
 
@@ -254,6 +257,28 @@ def open_data(
     return batches
 
 
+def open_test_data(
+    options: Options, loaded: LoadedModel, opened: OpenedRun | None, seq_len: int | None = None
+) -> Batches:
+    """Return the batches of a test. Example inputs and synthetic data of a run that is open
+    take the place of evaluation data, and the report says so.
+
+    Args:
+        options: of the test.
+        loaded: the model.
+        opened: the run, if it is open.
+        seq_len: tokens per sample of texts without `--seq_len`.
+    """
+    if opened is not None:
+        if opened.batches.stands_in and not options.eval_data:
+            return replace(opened.batches, stamp=EXAMPLE_STAMP)
+        if evaluates_on_synthetic(options, loaded):
+            return opened.batches
+        if opened.evaluation is not None:
+            return opened.evaluation
+    return open_data(options, loaded, evaluation=True, seq_len=seq_len)
+
+
 def _first_of_model(loaded: LoadedModel, length: int) -> Batch | None:
     """Return the example input of a model, or else its first batch; None if it has neither."""
     source: Any = loaded.calibration_data
@@ -333,3 +358,91 @@ def resolved_plan(
         for line in plan_remarks(plan):
             say_note(line)
     return plan
+
+
+_OF_SOME_KINDS = ("preprocess", "tokenizer", "stride", "seq_len", "shuffle")
+"""The options that only some kinds of data read."""
+
+
+def evaluation_option(options: Options, loaded: LoadedModel) -> str | None:
+    """Return the value of `--eval_data`, or of `--data` if that is also for evaluation; None
+    for the data of the model's file, which are preferred to synthetic ones.
+    """
+    if options.eval_data is not None:
+        return options.eval_data
+    if is_synthetic(options.data) and loaded.evaluation_data is not None:
+        return None
+    return options.data
+
+
+def evaluates_on_synthetic(options: Options, loaded: LoadedModel) -> bool:
+    """Return whether test mode runs on synthetic data. They have no labels."""
+    return is_synthetic(evaluation_option(options, loaded))
+
+
+def reads_calibration_data(options: Options, loaded: LoadedModel) -> bool:
+    """Return whether tests read from where calibrations with these options read."""
+    option = evaluation_option(options, loaded)
+    if option is None and options.data is None:
+        return loaded.evaluation_data is loaded.calibration_data
+    return option == options.data
+
+
+def evaluator_of(options: Options, loaded: LoadedModel) -> Evaluate | None:
+    """Return the user's `evaluate`, from --evaluate or the model's file; None if there is none,
+    or if the data are synthetic.
+
+    Raises:
+        UsageError: `--evaluate` is given for synthetic data.
+    """
+    if evaluates_on_synthetic(options, loaded):
+        if options.evaluate:
+            raise UsageError(
+                "--evaluate needs real data: metrics on synthetic data mean nothing",
+                help="give --eval_data, or evaluation_data() in the model's file",
+            )
+        return None
+    if options.evaluate:
+        return load_evaluate(str(unmoved(options.evaluate)), loaded.directions)
+    return loaded.evaluate
+
+
+def options_of_kinds(options: Options, loaded: LoadedModel, data: str | None) -> dict[str, Any]:
+    """Return the options that were given and that only some kinds of data read, by name.
+
+    Args:
+        options: of the command.
+        loaded: the model.
+        data: of `--data` or `--eval_data`.
+    """
+    given: dict[str, Any] = {}
+    for name in _OF_SOME_KINDS:
+        value = getattr(options, name)
+        if value:
+            given[name] = unmoved(value) if isinstance(value, str) else value
+    if data is None and loaded.calibration_data is None and loaded.example is not None:
+        # It sets the length of the example input
+        given.pop("seq_len", None)
+    if is_synthetic(data) and options.eval_data:
+        # The others are for --eval_data
+        return {name: value for name, value in given.items() if name == "seq_len"}
+    return given
+
+
+def sample_length(options: Options, loaded: LoadedModel, calibrated: int | None = None) -> int:
+    """Return how many tokens a sample of text has.
+
+    Args:
+        options, loaded: of the command.
+        calibrated: without `--seq_len`; 512, or the model's maximum, if None.
+
+    Raises:
+        UsageError: the model has fewer positions.
+    """
+    longest = longest_window(loaded.module)
+    if options.seq_len and longest and options.seq_len > longest:
+        raise UsageError(
+            f"--seq_len {options.seq_len} is too long: the model has {longest} positions",
+            help=f"use at most --seq_len {longest}",
+        )
+    return options.seq_len or calibrated or min(DEFAULT_SEQ_LEN, longest or DEFAULT_SEQ_LEN)

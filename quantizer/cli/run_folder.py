@@ -1,0 +1,339 @@
+"""Opens the folder that test mode writes to: the result folder, or `--report_dir`. Writes
+run.json and run.log there: options, messages and outcome of a run. Only these files differ
+between equal runs.
+
+run.json also has the commands that reproduce the folder, for the report. They belong to one
+calibration, identified by the checksum of quant_info.json, and have their own checksum.
+Commands of another calibration, or edited ones, are dropped.
+"""
+
+import logging
+import os
+import platform
+import sys
+import time
+import traceback
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import fields
+from itertools import pairwise
+from logging.handlers import BufferingHandler
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import quantizer
+from quantizer import printable
+from quantizer.calibration.request import CalibrationRequest, CalibrationState
+from quantizer.cli.arguments.options import RUN, Options, each_option, word_of
+from quantizer.cli.arguments.places import from_start
+from quantizer.cli.terminal.screen import screen
+from quantizer.distributed import Ranks
+from quantizer.errors import QuantizerError, ResultError
+from quantizer.export.targets import EXPORTERS, FOLDER
+from quantizer.graph.ir import Graph
+from quantizer.printable import one_line
+from quantizer.report.files import REPORT_INPUTS, write_report
+from quantizer.report.next_step import DATA_OPTIONS
+from quantizer.results.folder import (
+    COMMANDS_KEY,
+    INFO_FILE,
+    REPORT_FILE,
+    RUN_FILE,
+    OpenedResults,
+    open_written,
+)
+from quantizer.results.result_set import (
+    ReadOnlyError,
+    locked,
+    locked_as_opened,
+    require_result_folder,
+)
+from quantizer.results.write import write_results
+from quantizer.storage import process_memory
+from quantizer.storage.files import read_json, write_json, write_text
+
+_IMPORTS = process_memory.peak_bytes()
+"""The memory that torch and the modules of a run take, in bytes."""
+
+
+_FILES = (REPORT_FILE, "report.html", "layers.csv", RUN_FILE, "run.log")
+_logger = logging.getLogger(__name__)
+
+
+@contextmanager
+def log_run(folder: Path, options: Options, ranks: int = 1) -> Iterator[dict[str, Any]]:
+    """Write both files when the body ends, also if it fails.
+
+    Yields:
+        Further entries of run.json, to fill in.
+    """
+    noted: dict[str, Any] = {}
+    started = time.time()
+    outcome = "done"
+    log = ""
+    messages = BufferingHandler(sys.maxsize)
+    logging.getLogger("quantizer").addHandler(messages)
+    try:
+        yield noted
+    except QuantizerError as error:
+        outcome = f"{type(error).__name__}: {error.message}"
+        log = f"error: {error.message}\nhelp: {error.help}\n"
+        raise
+    except BaseException as error:
+        outcome = type(error).__name__
+        log = traceback.format_exc()
+        raise
+    finally:
+        logging.getLogger("quantizer").removeHandler(messages)
+        peak = process_memory.peak_bytes()
+        over_imports = peak - _IMPORTS if peak and _IMPORTS else None
+        facts = {
+            "options": {word_of(name): options.value_of(name) for name, _ in each_option(RUN)},
+            "argv": sys.argv[1:],
+            "started": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(started)),
+            "seconds": round(time.time() - started, 3),
+            "peak_memory_bytes": peak,
+            "peak_memory_over_imports_bytes": over_imports,
+            "outcome": outcome,
+            "quantizer": quantizer.__version__,
+            "torch": torch.__version__,
+            "python": platform.python_version(),
+            "platform": platform.platform(),
+            "threads": torch.get_num_threads(),
+            "ranks": ranks,
+            **noted,
+            **read_commands(folder),
+        }
+        write_json(folder / RUN_FILE, facts)
+        text = one_line(f"{facts['started']} quantizer {' '.join(sys.argv[1:])}") + "\n"
+        lines = [record.getMessage() for record in messages.buffer]
+        # Those of steps that have no file of their own
+        earlier = [line for line in screen().left_out if line not in lines]
+        for line in [*dict.fromkeys(earlier), *lines]:
+            text += one_line(line) + "\n"
+        text += printable.printable_lines(log) + one_line(outcome) + "\n"
+        write_text(folder / "run.log", text)
+
+
+@contextmanager
+def report_place(
+    opened: OpenedResults, options: Options, ranks: Ranks
+) -> Iterator[tuple[Path | None, dict[str, Any]]]:
+    """Lock the folder that test mode writes to, on the first rank only.
+
+    Yields:
+        The folder, or None if nothing is written; and further entries of run.json.
+
+    Raises:
+        ResultError: the folder is in use, was replaced meanwhile, or holds another calibration.
+    """
+    folder = opened.folder
+    place = from_start(options.report_dir) if options.report_dir else folder
+    require_result_folder(place)
+    with ExitStack() as stack:
+        if not ranks.is_first:
+            yield None, {}
+            return
+        if place.resolve() != folder.resolve():
+            _require_no_results(place)
+            owned = stack.enter_context(locked(place))
+        else:
+            try:
+                owned = stack.enter_context(locked_as_opened(opened.files))
+            except ReadOnlyError as error:
+                if options.deploy:
+                    remedy = "add --report_dir DIR: exports are written there too"
+                    raise ResultError(error.message, help=remedy) from error
+                text = "%s, so no report is written; --report_dir DIR writes it elsewhere"
+                _logger.warning(text, error.message)
+                yield None, {}
+                return
+        owned.require_ours(*_FILES)
+        for target in options.deploy:
+            owned.require_folder(FOLDER)
+            name = f"{opened.header['model']}{EXPORTERS[target].suffix}"
+            # Only --deploy needs them
+            from quantizer.export.exporting import exporter_of
+            from quantizer.export.publishing import require_place
+
+            require_place(exporter_of(target), place / FOLDER / name)
+        noted = stack.enter_context(log_run(place, options, ranks.world_size))
+        yield place, noted
+
+
+def _require_no_results(place: Path) -> None:
+    """Raise `ResultError` if a folder holds the results of another calibration."""
+    if (place / INFO_FILE).exists():
+        raise ResultError(
+            f"{place} holds the results of a calibration", help="choose another --report_dir"
+        )
+
+
+WITHOUT_EFFECT = frozenset(
+    [
+        "quant_mode",
+        "output_dir",
+        "report_dir",
+        "overwrite",
+        "resume",
+        "json",
+        "inspect",
+        "debug",
+        "names",
+        "top",
+        "memory",
+        "rank_timeout",
+        "for_",
+    ]
+)
+"""Options that do not change results, and the mode, which comes first in a command."""
+ONLY_CHECKED = {
+    "calib": frozenset(["eval_data", "evaluate", "skip_len"]),
+    "test": frozenset(["config_file", "fast_finetune", "dpu_accuracy"]),
+}
+"""Options that a mode ignores, or only compares with the results."""
+
+
+def without_folders(word: str) -> str:
+    """Return an absolute path relative to the working directory, or only its name if it is
+    outside. Return other words unchanged.
+
+    >>> without_folders("net.json"), without_folders("random:8x3x32x32")
+    ('net.json', 'random:8x3x32x32')
+    >>> without_folders("/nowhere/here/net.py:small")
+    'net.py:small'
+    """
+    if not os.path.isabs(word):
+        return word
+    path = Path(word)
+    here = Path.cwd()
+    if path.is_relative_to(here):
+        return str(path.relative_to(here))
+    return path.name
+
+
+def words_of(options: Options) -> list[str]:
+    """Return the command of a run, with only the options that affect its results.
+
+    It has no absolute paths: see `without_folders`.
+    """
+    left_out = WITHOUT_EFFECT | ONLY_CHECKED[options.quant_mode]
+    names = [name for name in RUN if name not in left_out]
+    return ["quantizer", "--quant_mode", options.quant_mode, *option_words(options, names)]
+
+
+def data_options(options: Options) -> dict[str, list[str]]:
+    """Return the values of the options about the model's data, for another command in the same
+    folder.
+    """
+    values = {}
+    for name in DATA_OPTIONS:
+        words = option_words(options, (name,), path_text=str)
+        if words:
+            values[name] = words[1:]
+    return values
+
+
+def names_same_source(options: Options, command: Sequence[str]) -> bool:
+    """Return whether a command of `words_of` names the same model and data."""
+    named = []
+    for option, value in pairwise(command):
+        if option in ("--model", "--data"):
+            named += [option, value]
+    return named == option_words(options, ("model", "data"))
+
+
+def option_words(
+    options: Options, names: Collection[str], path_text: Callable[[str], str] = without_folders
+) -> list[str]:
+    """Return the options of these names that differ from their defaults."""
+    words = []
+    shown = [entry.name for entry in fields(Options) if entry.name in names]
+    for name, default in each_option(shown):
+        value = options.value_of(name)
+        if value == default or value is None:
+            continue
+        values = value if isinstance(value, tuple) else (value,)
+        for single in values:
+            words.append(f"--{word_of(name)}")
+            if single is not True:
+                words.append(path_text(str(single)))
+    return words
+
+
+def write_calibration(
+    folder: Path,
+    request: CalibrationRequest,
+    state: CalibrationState,
+    original: Graph,
+    *,
+    command: tuple[str, Sequence[str]],
+    origins: Mapping[str, bytes] | None = None,
+) -> None:
+    """Write the results of a calibration and its report.
+
+    Args:
+        folder: of the results.
+        request, state: of the calibration.
+        original: the traced model.
+        command: its name and its words, which the report shows.
+        origins: as for `write_results`.
+
+    Raises:
+        ResultError: the folder cannot be written.
+    """
+    write_results(
+        folder,
+        original,
+        state.calibration,
+        state.solution,
+        config=request.config,
+        run=request.header(state),
+        origins=origins,
+    )
+    opened = open_written(folder, REPORT_INPUTS)
+    write_report(opened, commands=remember(opened, *command))
+
+
+def remember(
+    opened: OpenedResults, mode: str, words: Sequence[str], place: Path | None = None
+) -> dict[str, list[str]]:
+    """Add a command to those of a result folder, and write all into run.json.
+
+    Args:
+        opened: the results.
+        mode: the name of the command: "calib", "test" or "merge".
+        words: the command.
+        place: the folder to write to; that of the results if None.
+
+    Returns:
+        The commands of these results.
+
+    Raises:
+        ResultError: the folder cannot be written.
+    """
+    commands = {**opened.commands, mode: list(words)}
+    folder = place or opened.folder
+    facts = _facts(folder)
+    facts[COMMANDS_KEY] = opened.with_checksum(commands)
+    write_json(folder / RUN_FILE, facts)
+    return commands
+
+
+def read_commands(folder: Path) -> dict[str, Any]:
+    """Return the commands in run.json as its part, empty if there are none."""
+    facts = _facts(folder)
+    if COMMANDS_KEY not in facts:
+        return {}
+    return {COMMANDS_KEY: facts[COMMANDS_KEY]}
+
+
+def _facts(folder: Path) -> dict[str, Any]:
+    """Return the content of run.json, empty if it is missing or damaged."""
+    try:
+        facts = read_json(folder / RUN_FILE)
+    except ResultError:
+        return {}
+    return facts if isinstance(facts, dict) else {}
