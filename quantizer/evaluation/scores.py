@@ -43,7 +43,6 @@ from quantizer.results.calibrated import Calibrated
 from quantizer.sources.data import Batches
 from quantizer.sources.directions import BY_NAME, Directions
 from quantizer.sources.models import Evaluate
-from quantizer.sources.padding import with_included
 from quantizer.sources.user_code import user_errors, was_called
 
 _logger = logging.getLogger(__name__)
@@ -311,7 +310,7 @@ class _Test:
         networks = self.networks
         with RunStage(self.events, "test", networks.batches.total) as stage:
             names = networks.batches.arguments.names
-            marked = (with_included(batch, names) for batch in networks.batches)
+            marked = (batch.with_included(names) for batch in networks.batches)
             moved = (batch.to(networks.device) for batch in marked)
             return compare(
                 networks.reference,

@@ -20,8 +20,8 @@ from quantizer.nn.load import (
 from quantizer.nn.network import Network
 from quantizer.numerics.formats import has_minimum
 from quantizer.plugins import plugin_steps
+from quantizer.storage.files import deferred_shards
 from quantizer.storage.opened_files import OpenedFiles
-from quantizer.storage.tensor_shards import deferred_shards
 
 _RESCALED = "rescaled.safetensors"
 """The file with the float parameters that algorithms have rescaled, by `<module>.<parameter>`.

@@ -13,7 +13,7 @@ pytest.importorskip("hypothesis", reason="property tests need hypothesis (extra:
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quantizer.numerics.code_range import SCALE_MODES, FloatRange, IntegerRange
+from quantizer.numerics.formats import SCALE_MODES, FloatRange, IntegerRange
 from quantizer.numerics.qparams import (
     power_of_two,
     qparams_from_range,

@@ -30,7 +30,7 @@ from quantizer.graph.ir import Graph
 from quantizer.plan.remarks import left_parameters, share_left
 from quantizer.plugins import commands
 from quantizer.report import tables
-from quantizer.report.files import REPORT_INPUTS, write_report
+from quantizer.report.files import write_report
 from quantizer.report.view import TableView
 from quantizer.results.checkpoint import Checkpoints, calibrated, check_checkpoint
 from quantizer.results.folder import open_written
@@ -103,7 +103,7 @@ def run_calib(
             write_results(
                 folder, original, *calibrated_parts, config=request.config, run=header
             )
-            results = open_written(folder, REPORT_INPUTS)
+            results = open_written(folder)
             write_report(results, commands=remember(results, "calib", words_of(options)))
             if not has_next_step:
                 checkpoints.remove()

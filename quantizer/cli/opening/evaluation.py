@@ -5,7 +5,7 @@ from typing import Any
 from quantizer.cli.arguments.options import Options
 from quantizer.cli.arguments.places import unmoved
 from quantizer.errors import UsageError
-from quantizer.sources.example_inputs import DEFAULT_SEQ_LEN, longest_window
+from quantizer.sources.arguments import DEFAULT_SEQ_LEN, longest_window
 from quantizer.sources.kinds import is_synthetic
 from quantizer.sources.models import Evaluate, LoadedModel, load_evaluate
 

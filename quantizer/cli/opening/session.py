@@ -30,8 +30,8 @@ from quantizer.plan.model import Plan
 from quantizer.plan.remarks import plan_remarks
 from quantizer.plan.resolve import resolve_plan
 from quantizer.plugins import if_command
-from quantizer.results.calibrated import reuse_or_trace, trace_module
 from quantizer.results.folder import OpenedResults
+from quantizer.results.graph_file import reuse_or_trace, trace_module
 from quantizer.sources.batches import Batch
 from quantizer.sources.data import DEFAULT_BATCH_SIZE, Batches, load_batches
 from quantizer.sources.kinds import advice_without_data

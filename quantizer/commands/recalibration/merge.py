@@ -29,9 +29,8 @@ from quantizer.config.model import ResolvedConfig
 from quantizer.config.wording import counted
 from quantizer.errors import ResultError, UsageError
 from quantizer.graph.tracing.parameters import with_views
-from quantizer.report.files import REPORT_INPUTS, write_report
-from quantizer.results.calibrated import reuse_or_trace, stored_config
-from quantizer.results.calibrated_inputs import example_batch
+from quantizer.report.files import write_report
+from quantizer.results.calibrated import check_model, stored_config
 from quantizer.results.folder import (
     COMMANDS_KEY,
     ORIGIN_FILES,
@@ -40,8 +39,8 @@ from quantizer.results.folder import (
     read_info,
     why_statistics_insufficient,
 )
+from quantizer.results.graph_file import example_batch, reuse_or_trace
 from quantizer.results.result_set import locked, require_result_folder
-from quantizer.results.same_calibration import check_model
 from quantizer.results.write import check_owner, require_expendable, write_results
 from quantizer.seeding import seed_everything
 from quantizer.sources.data import Batches
@@ -141,7 +140,7 @@ def _merge(places: list[Path], folder: Path, options: Options) -> Outcome:
             run=header,
             origins=origins,
         )
-        opened = open_written(folder, REPORT_INPUTS)
+        opened = open_written(folder)
         commands = remember(opened, "merge", _command(options, places))
         write_report(opened, commands=commands)
     tensors = len(state.plan.tensors)

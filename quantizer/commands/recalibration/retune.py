@@ -22,7 +22,7 @@ from quantizer.config.wording import counted, did_you_mean
 from quantizer.errors import UsageError
 from quantizer.observers import BATCH_STATISTICS
 from quantizer.printable import json_text
-from quantizer.report.files import REPORT_INPUTS, write_report
+from quantizer.report.files import write_report
 from quantizer.results.folder import open_written
 from quantizer.results.result_set import locked, locked_as_opened, require_result_folder
 from quantizer.results.write import check_owner, require_expendable
@@ -136,7 +136,7 @@ def _write(
     with lock:
         check_owner(target, before.header["model"], overwrite=overwrite)
         result.write(target)
-        opened = open_written(target, REPORT_INPUTS)
+        opened = open_written(target)
         commands = None
         calib_command = before.opened.commands.get("calib")
         if calib_command is not None:

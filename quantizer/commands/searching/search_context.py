@@ -35,7 +35,6 @@ from quantizer.seeding import seed_everything
 from quantizer.sources.batches import Batch
 from quantizer.sources.data import Batches
 from quantizer.sources.models import LoadedModel
-from quantizer.sources.padding import without_padding
 
 
 def _on_device(options: Options, batches: Batches, graph: Graph) -> Iterator[Batch]:
@@ -47,7 +46,7 @@ def _on_device(options: Options, batches: Batches, graph: Graph) -> Iterator[Bat
         graph: the trace that they will run through.
     """
     device = session.device_of(options)
-    for batch in without_padding(batches, graph):
+    for batch in batches.without_padding(graph):
         yield batch.to(device)
 
 

@@ -31,11 +31,11 @@ from quantizer.graph.ir import Graph
 from quantizer.graph.names import path_names
 from quantizer.graph.passes import decided_on_data, run_passes
 from quantizer.printable import json_text
-from quantizer.report.files import REPORT_INPUTS, write_report
+from quantizer.report.files import write_report
 from quantizer.report.next_step import TEST_OPTIONS
+from quantizer.results.calibrated import check_model, check_plan
 from quantizer.results.folder import ANALYSIS_FILE, QuantInfo, open_written, read_info
 from quantizer.results.result_set import locked_as_opened
-from quantizer.results.same_calibration import check_model, check_plan
 from quantizer.seeding import seed_everything
 from quantizer.storage.files import write_json
 
@@ -309,7 +309,7 @@ def _add_to_report(reported: QuantInfo, content: dict[str, Any]) -> None:
     folder = reported.folder
     with locked_as_opened(reported.files):
         write_json(folder / ANALYSIS_FILE, reported.with_checksum(content))
-        write_report(open_written(folder, REPORT_INPUTS))
+        write_report(open_written(folder))
 
 
 def _analyze_widths(

@@ -14,7 +14,7 @@ from typing import Any
 
 from quantizer.config.wording import a_kind
 from quantizer.errors import DataError, pip_line
-from quantizer.sources.files.transformers_folder import load_pretrained, require_readable
+from quantizer.sources.files.json_files import load_pretrained, require_readable
 from quantizer.sources.texts.documents import Document
 from quantizer.sources.user_code import user_errors
 from quantizer.storage.child_process import run_apart
@@ -63,13 +63,13 @@ def _load_file(file: Path) -> Any:
             message = f"{file} cannot be read as a tokenizer: {cause}"
             raise DataError(message, help=_FORMS) from cause
 
-    _try_apart(load, f"reading the tokenizer {file}", _size(file.parent))
+    return _loaded_within_limits(load, f"reading the tokenizer {file}", file.parent)
+
+
+def _loaded_within_limits(load: Callable[[], Any], what: str, folder: Path) -> Any:
+    """Return what `load` returns, after loading it in another process within the limits."""
+    run_apart(lambda: load() is None, what, DataError, size=_size(folder))
     return load()
-
-
-def _try_apart(load: Callable[[], Any], what: str, size: int) -> None:
-    """Check in another process that what a file names can be loaded within the limits."""
-    run_apart(lambda: load() is None, what, DataError, size=size)
 
 
 def _size(folder: Path) -> int:
@@ -97,9 +97,9 @@ def _load_from_folder(folder: Path, trust: bool) -> Any:
         with user_errors(f"transformers, loading the tokenizer of {folder},", DataError):
             return load_pretrained("AutoTokenizer", folder, trust=trust)
 
-    if not trust:
-        _try_apart(load, f"reading the tokenizer of {folder}", _size(folder))
-    return load()
+    if trust:
+        return load()
+    return _loaded_within_limits(load, f"reading the tokenizer of {folder}", folder)
 
 
 def _is_code(folder: Path) -> bool:
