@@ -2,6 +2,7 @@
 other than plain integers, which are rows of `tables`.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cache
 
@@ -168,16 +169,8 @@ class IntegerRange:
                 f"Codes need quant_min <= 0 < quant_max, not {self.quant_min} and "
                 f"{self.quant_max}."
             )
-        if self.scale_type not in ("float", "e4m3", "poweroftwo"):
-            raise ValueError(
-                f'"{self.scale_type}" is not a scale type; known are float, e4m3, poweroftwo.'
-            )
-        if self.symmetric_scale not in SYMMETRIC_SCALES:
-            known = ", ".join(SYMMETRIC_SCALES)
-            raise ValueError(
-                f'"{self.symmetric_scale}" is not a rule for symmetric scales; known are '
-                f"{known}."
-            )
+        _require_known(self.scale_type, ("float", "e4m3", "poweroftwo"), "scale type")
+        _require_known(self.symmetric_scale, SYMMETRIC_SCALES, "rule for symmetric scales")
 
     @property
     def nonnegative(self) -> bool:
@@ -254,13 +247,8 @@ class FloatRange:
         if not self.symmetric:
             raise ValueError(f"{self.dtype} has no zero point, so its range is symmetric.")
         scale_types = ("float", "e4m3", *POWERS_OF_TWO, "superblock")
-        if self.scale_type not in scale_types:
-            known = ", ".join(scale_types)
-            raise ValueError(f'"{self.scale_type}" is not a scale type; known are {known}.')
-        if self.scale_mode not in SCALE_MODES:
-            raise ValueError(
-                f'"{self.scale_mode}" is not a scale mode; known are {", ".join(SCALE_MODES)}.'
-            )
+        _require_known(self.scale_type, scale_types, "scale type")
+        _require_known(self.scale_mode, SCALE_MODES, "scale mode")
 
     @property
     def row(self) -> NumberFormat:
@@ -291,6 +279,11 @@ class FloatRange:
 
 
 CodeRange = IntegerRange | FloatRange
+
+
+def _require_known(word: str, known: Sequence[str], kind: str) -> None:
+    """Raise `ValueError` if a word is none of the known ones; `kind` says what it should be."""
+    lookup(dict.fromkeys(known), word, kind)
 
 
 def scale_bytes(scale_type: str, scales: int) -> int:

@@ -1,5 +1,5 @@
-"""The arguments of `forward`: which of them the tensors of a batch fill, whether the last tensor
-is the target, which positions are padding, and inputs of other or of unknown shapes.
+"""The arguments of `forward`: which of them the tensors of a batch fill, whether the last
+tensor is the target, which positions are padding, and inputs of other shapes.
 """
 
 import inspect

@@ -10,7 +10,6 @@ removes the rest. Imports no torch.
 import contextlib
 import os
 import shutil
-import stat
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -142,13 +141,9 @@ class OwnedFolder:
             OSError: it cannot be written.
         """
         self.require_ours(name)
-        target = self.path / name
-        permissions = None
-        if target.exists():
-            permissions = stat.S_IMODE(target.stat().st_mode)
         temporary = self.work / "file"
         temporary.unlink(missing_ok=True)
-        digest = write_synced(temporary, parts, permissions)
+        digest = write_synced(temporary, parts, old=self.path / name)
         self.take(temporary, name, digest)
         return digest
 

@@ -8,7 +8,6 @@ import errno
 import hashlib
 import os
 import secrets
-import stat
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -67,12 +66,11 @@ def require_writable(path: Path) -> None:
     target = resolve_folder(path)
     if target.is_dir():
         raise UsageError(f"{path} is a directory", help="give the path of a file")
-    for parent in list(target.parents)[:_MOST_DEPTH]:
-        if is_owned(parent):
-            owner = owner_of(target) or OwnedFolder(parent)
-            owner.require_ours(owner.name_of(target))
-            return
-    if target.is_file():
+    parent = _owned_parent(target)
+    if parent is not None:
+        owner = owner_of(target) or OwnedFolder(parent)
+        owner.require_ours(owner.name_of(target))
+    elif target.is_file():
         require_replaceable(path)
 
 
@@ -94,31 +92,28 @@ def owner_to_write(path: Path) -> Iterator[OwnedFolder | None]:
     block; None if it is in none.
     """
     owner = owner_of(path)
-    if owner is not None:
+    parent = _owned_parent(path)
+    if owner is not None or parent is None:
         yield owner
-        return
-    for parent in list(path.parents)[:_MOST_DEPTH]:
-        if is_owned(parent):
-            with owned(parent) as owner:
-                yield owner
-            return
-    yield None
+    else:
+        with owned(parent) as owner:
+            yield owner
+
+
+def _owned_parent(path: Path) -> Path | None:
+    """Return the innermost folder with this path that has a list, if any."""
+    parents = list(path.parents)[:_MOST_DEPTH]
+    return next(filter(is_owned, parents), None)
 
 
 def _replace_single_file(path: Path, parts: Iterable[bytes]) -> str:
     """Replace a file outside the folders of quantizer, and return its sha256."""
-    try:
-        target = path.resolve()
-    except RuntimeError as error:
-        raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), str(path)) from error
+    target = _resolved(path)
     if target.exists() and not target.is_file() and not target.is_dir():
         return _write_to_device(target, parts)
     require_replaceable(target)
-    permissions = None
-    if target.exists():
-        permissions = stat.S_IMODE(target.stat().st_mode)
     temporary = target.with_name(f".{target.name}.{secrets.token_hex(16)}.tmp")
-    digest = write_synced(temporary, parts, permissions)
+    digest = write_synced(temporary, parts, old=target)
     try:
         os.replace(temporary, target)
     except BaseException:
@@ -136,8 +131,17 @@ def resolve_folder(path: Path) -> Path:
     Raises:
         OSError: the links form a circle.
     """
+    return _resolved(path.parent) / path.name
+
+
+def _resolved(path: Path) -> Path:
+    """Return a path that is absolute and after links.
+
+    Raises:
+        OSError: the links form a circle.
+    """
     try:
-        return path.parent.resolve() / path.name
+        return path.resolve()
     except RuntimeError as error:
         raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), str(path)) from error
 

@@ -196,20 +196,23 @@ the root of a file system.
 """
 
 
-def write_synced(path: Path, parts: Iterable[bytes], permissions: int | None = None) -> str:
+def write_synced(path: Path, parts: Iterable[bytes], old: Path | None = None) -> str:
     """Write a new file to the disk, and return its sha256. A file that cannot be completed is
     removed.
 
     Args:
         path: of the file, which does not exist.
         parts: its content.
-        permissions: of the file; by default those that the system gives to new files.
+        old: a file that it will replace, and whose permissions it gets. If there is none, it
+            gets those that the system gives to new files.
 
     Raises:
         OSError: the file exists, or cannot be written.
     """
+    permissions: int | None = None
     creation_mode = _ALL_MAY_READ_AND_WRITE
-    if permissions is not None:
+    if old is not None and old.exists():
+        permissions = stat.S_IMODE(old.stat().st_mode)
         # Nobody else may read the content before the file has the permissions of the old one
         creation_mode = _OWNER_MAY_READ_AND_WRITE
     digest = hashlib.sha256()
