@@ -128,23 +128,16 @@ def solution_of(
         )
         insertions.append(insertion)
     replaced = header["replaced"]
+    steps = [step.keeps for step in plugin_steps()]
+    kept = {name: header[name] for name in steps if header.get(name)}
     return Solution(
         tensors,
         weights=_parameters(replaced, "weights", stored),
         corrections=files[CORRECTIONS],
         insertions=tuple(insertions),
         rescaled=_parameters(replaced, "rescaled", {**stored, **files[_RESCALED]}),
-        kept=_kept(header),
+        kept=kept,
     )
-
-
-def _kept(header: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what the steps of a calibration kept, by name."""
-    kept = {}
-    for step in plugin_steps():
-        if header.get(step.keeps):
-            kept[step.keeps] = header[step.keeps]
-    return kept
 
 
 def _parameters(

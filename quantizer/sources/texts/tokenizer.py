@@ -17,7 +17,7 @@ from quantizer.errors import DataError, pip_line
 from quantizer.sources.files.json_files import load_pretrained, require_readable
 from quantizer.sources.texts.documents import Document
 from quantizer.sources.user_code import user_errors
-from quantizer.storage.child_process import run_apart
+from quantizer.storage.child_process import loaded_twice, run_apart
 
 _FILE = "tokenizer.json"
 _SETTINGS = "tokenizer_config.json"
@@ -63,13 +63,8 @@ def _load_file(file: Path) -> Any:
             message = f"{file} cannot be read as a tokenizer: {cause}"
             raise DataError(message, help=_FORMS) from cause
 
-    return _loaded_within_limits(load, f"reading the tokenizer {file}", file.parent)
-
-
-def _loaded_within_limits(load: Callable[[], Any], what: str, folder: Path) -> Any:
-    """Return what `load` returns, after loading it in another process within the limits."""
-    run_apart(lambda: load() is None, what, DataError, size=_size(folder))
-    return load()
+    what = f"reading the tokenizer {file}"
+    return loaded_twice(load, what, DataError, size=_size(file.parent))
 
 
 def _size(folder: Path) -> int:
@@ -99,7 +94,8 @@ def _load_from_folder(folder: Path, trust: bool) -> Any:
 
     if trust:
         return load()
-    return _loaded_within_limits(load, f"reading the tokenizer of {folder}", folder)
+    what = f"reading the tokenizer of {folder}"
+    return loaded_twice(load, what, DataError, size=_size(folder))
 
 
 def _is_code(folder: Path) -> bool:
