@@ -12,6 +12,16 @@ from torch import Tensor
 from quantizer.rows import NumberFormat, lookup
 from quantizer.tables import NUMBER_FORMATS
 
+SMALLEST_SCALE = 2.0**-126
+"""The smallest normal float32: 1 / scale stays finite."""
+SHARED_EXPONENTS = ("e8m0", "microexponent")
+POWERS_OF_TWO = ("poweroftwo", *SHARED_EXPONENTS)
+SCALE_MODES = ("floor", "even", "ceil")
+SYMMETRIC_SCALES = ("quant_max", "half_range", "quant_min")
+PAIRS = 8
+"""Pairs of values in a block of 16 that share an exponent."""
+_SMALLEST_SHARED = 2.0**-127
+"""The smallest scale that the eight bits of a shared exponent hold (OCP MX v1.0, 5.4.1)."""
 _EXPONENT_BITS = {
     torch.float32: (torch.int32, 0x7F800000, 23),
     torch.float64: (torch.int64, 0x7FF << 52, 52),
@@ -123,18 +133,6 @@ def _levels_of_halves(levels: tuple[float, ...]) -> Tensor:
     middles = (values[1:] + values[:-1]) / 2
     ends = torch.arange(2 * levels[0], 2 * levels[-1] + 1) / 2
     return values[torch.bucketize(ends, middles)]
-
-
-SMALLEST_SCALE = 2.0**-126
-"""The smallest normal float32: 1 / scale stays finite."""
-SHARED_EXPONENTS = ("e8m0", "microexponent")
-POWERS_OF_TWO = ("poweroftwo", *SHARED_EXPONENTS)
-SCALE_MODES = ("floor", "even", "ceil")
-SYMMETRIC_SCALES = ("quant_max", "half_range", "quant_min")
-PAIRS = 8
-"""Pairs of values in a block of 16 that share an exponent."""
-_SMALLEST_SHARED = 2.0**-127
-"""The smallest scale that the eight bits of a shared exponent hold (OCP MX v1.0, 5.4.1)."""
 
 
 @dataclass(frozen=True)

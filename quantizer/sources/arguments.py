@@ -16,6 +16,8 @@ from torch.utils import _pytree as pytree
 from quantizer.config.wording import closest_word, counted
 from quantizer.errors import BatchError, DataError
 
+DEFAULT_SEQ_LEN = 512
+"""Tokens of a sample of text."""
 MASK = "attention_mask"
 _TEXT_PREFIXES = ("decoder_", "encoder_", "")
 """How the names of the arguments of one text begin. The empty one is for all other names."""
@@ -228,10 +230,6 @@ def filled_arguments(
     if target is None or kwargs or not free:
         return FilledArguments(tuple(names), target is not None)
     return FilledArguments(tuple(names), True, free[0], doubtful=not is_one_per_sample(target))
-
-
-DEFAULT_SEQ_LEN = 512
-"""Tokens of a sample of text."""
 
 
 def example_input(module: nn.Module, seq_len: int) -> dict[str, Tensor]:

@@ -28,6 +28,8 @@ from quantizer.storage.system_calls import require_file_or_folder
 
 _Value = TypeVar("_Value")
 _CALIBRATE_AGAIN = "run <--quant_mode calib> again"
+MAX_SHARD_BYTES = 5 * 10**9
+"""The most bytes of tensors in one file. A larger tensor has a file of its own."""
 _JSON_TOKENS_PER_PART = 1 << 14
 """How many tokens of JSON are joined before they are written."""
 _MAX_REASON_LENGTH = 200
@@ -224,10 +226,6 @@ def damaged(path: Path | str, where: str, why: str) -> ResultError:
     if len(why) > _MAX_REASON_LENGTH:
         why = f"{why[:_MAX_REASON_LENGTH]}…"
     return ResultError(f"{path} is damaged: {where}: {why}", help=_CALIBRATE_AGAIN)
-
-
-MAX_SHARD_BYTES = 5 * 10**9
-"""The most bytes of tensors in one file. A larger tensor has a file of its own."""
 
 
 def write_shards(

@@ -17,6 +17,22 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+TRIM_AFTER_GROWTH = 128 << 20
+"""The bytes by which the process has to grow until `trim_heap` is worth its time after a batch
+or a step.
+"""
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_MMAP_MAX = -1, -3, -4
+"""The numbers of these parameters of `mallopt` in malloc.h."""
+_MAPPED_BLOCK_BYTES = 1 << 20
+"""The size from which a block has a memory map of its own."""
+_KEPT_AT_THE_END = 64 << 20
+"""The bytes of free memory at the end of the heap that are not returned to the system."""
+_KEPT_AFTER_MOVES = 300 << 20
+"""The growth in bytes from which `trim_heap` is called after tensors were moved to a file."""
+# Blocks stay in the heap if the machine has so much memory and the model is so large. Free
+# blocks between used ones then take half a gigabyte with matrices of 50 MB, and two with GPTQ
+_MUCH_MEMORY = 16 << 30
+_LARGE_MODEL = 2 << 30
 _UNITS = {
     "B": 1,
     "KB": 10**3,
@@ -199,22 +215,6 @@ def _numbers(path: Path) -> Mapping[str, int]:
     return numbers
 
 
-TRIM_AFTER_GROWTH = 128 << 20
-"""The bytes by which the process has to grow until `trim_heap` is worth its time after a batch
-or a step.
-"""
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_MMAP_MAX = -1, -3, -4
-"""The numbers of these parameters of `mallopt` in malloc.h."""
-_MAPPED_BLOCK_BYTES = 1 << 20
-"""The size from which a block has a memory map of its own."""
-_KEPT_AT_THE_END = 64 << 20
-"""The bytes of free memory at the end of the heap that are not returned to the system."""
-_KEPT_AFTER_MOVES = 300 << 20
-"""The growth in bytes from which `trim_heap` is called after tensors were moved to a file."""
-# Blocks stay in the heap if the machine has so much memory and the model is so large. Free
-# blocks between used ones then take half a gigabyte with matrices of 50 MB, and two with GPTQ
-_MUCH_MEMORY = 16 << 30
-_LARGE_MODEL = 2 << 30
 _least_resident = resident_bytes() or 0
 _is_tuned = False
 _keeps_freed_blocks = False

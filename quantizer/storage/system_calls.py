@@ -22,8 +22,21 @@ REPLACES_OPEN_FILES = hasattr(os, "pread")
 """Whether a file can be replaced while it is open. Windows cannot do this, and lacks
 `os.pread`.
 """
+PIPE_TIMEOUT_S = 10.0
+"""Seconds to wait for the first bytes of a pipe, and again for the next ones."""
 _BLOCK_BYTES = 1 << 20
 """The bytes that are read at once where not all are needed at the same time."""
+_ALL_MAY_READ_AND_WRITE = 0o666
+"""The permissions that programs ask for. The system removes those of the umask."""
+_OWNER_MAY_READ_AND_WRITE = 0o600
+_CURRENT_FOLDER = -100
+"""AT_FDCWD of Linux: paths are relative to the current folder."""
+_EXCHANGE = 2
+"""RENAME_EXCHANGE of Linux."""
+_UNSUPPORTED = (errno.ENOSYS, errno.EINVAL, errno.ENOTSUP, errno.EBUSY, errno.EXDEV)
+"""The errors of a system or a file system that cannot exchange folders, and of a folder that is
+the root of a file system.
+"""
 # Without `os.pread`, reading changes the position of the open file, which several threads share
 _lock = threading.Lock()
 
@@ -111,10 +124,6 @@ class BytesInFile:
             position += count
 
 
-PIPE_TIMEOUT_S = 10.0
-"""Seconds to wait for the first bytes of a pipe, and again for the next ones."""
-
-
 def require_file_or_folder(path: str | os.PathLike[str]) -> None:
     """Check that a path is not a pipe, a socket or a device. Folders pass: opening one as a
     file is an error already.
@@ -181,19 +190,6 @@ def _kind(mode: int) -> str:
         stat.S_ISBLK: "a device",
     }
     return next((name for is_kind, name in kinds.items() if is_kind(mode)), "something else")
-
-
-_ALL_MAY_READ_AND_WRITE = 0o666
-"""The permissions that programs ask for. The system removes those of the umask."""
-_OWNER_MAY_READ_AND_WRITE = 0o600
-_CURRENT_FOLDER = -100
-"""AT_FDCWD of Linux: paths are relative to the current folder."""
-_EXCHANGE = 2
-"""RENAME_EXCHANGE of Linux."""
-_UNSUPPORTED = (errno.ENOSYS, errno.EINVAL, errno.ENOTSUP, errno.EBUSY, errno.EXDEV)
-"""The errors of a system or a file system that cannot exchange folders, and of a folder that is
-the root of a file system.
-"""
 
 
 def write_synced(path: Path, parts: Iterable[bytes], old: Path | None = None) -> str:
