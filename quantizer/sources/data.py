@@ -303,7 +303,6 @@ def load_batches(
     _require_positive("batch size", batch_size)
     _require_positive("subset length", subset_len)
     arguments = arguments_of(module)
-    batches: Batches
     kind: DataKind | None = None
     paths: list[Path] = []
     if isinstance(source, str):
@@ -323,14 +322,7 @@ def load_batches(
             defaults=defaults or {},
             example=example,
         )
-        if kind.is_synthetic and example is None:
-            raise UsageError(
-                f"{label!r} asks for data to calibrate with, and there is nothing to calibrate",
-                help="give real data, or leave them out to test with the data of the "
-                "calibration",
-            )
-        # Each kind of data is imported where it is read
-        batches = loaded(kind.opener)(named)
+        batches = _opened(kind, named)
         if kind.is_synthetic:
             # As many are made as are wanted
             subset_len = None
@@ -342,6 +334,17 @@ def load_batches(
         batches = _user_data(source, label, arguments, seed)
     batches.subset_len = subset_len
     batches.arguments = arguments
+    return batches
+
+
+def _opened(kind: DataKind, data: NamedData) -> Batches:
+    if kind.is_synthetic and data.example is None:
+        raise UsageError(
+            f"{data.spec!r} asks for data to calibrate with, and there is nothing to calibrate",
+            help="give real data, or leave them out to test with the data of the calibration",
+        )
+    # Each kind of data is imported where it is read
+    batches: Batches = loaded(kind.opener)(data)
     return batches
 
 
