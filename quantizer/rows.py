@@ -1,5 +1,5 @@
-"""Declares what a range method and a number format are, for `tables` and plug-ins. Imports no
-torch.
+"""Declares what a range method and a number format are, for `tables` and plug-ins, and looks up
+a row of a table. Imports no torch.
 """
 
 from __future__ import annotations
@@ -7,6 +7,10 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from difflib import get_close_matches
+from typing import TypeVar
+
+_Row = TypeVar("_Row")
 
 
 @dataclass(frozen=True)
@@ -100,3 +104,22 @@ class NumberFormat:
         v1.0, table 1).
         """
         return math.frexp(self.largest)[1] - 1
+
+
+def lookup(table: Mapping[str, _Row], name: str, kind: str) -> _Row:
+    """Return the row called `name`. `kind` says in the error what a row is.
+
+    Raises:
+        ValueError: there is no such row. The message lists the known names and the closest
+            one.
+
+    >>> lookup({"half_even": 1, "half_up": 2}, "halfup", "mode")
+    Traceback (most recent call last):
+        ...
+    ValueError: "halfup" is not a mode; known are half_even, half_up; did you mean "half_up"?
+    """
+    if name in table:
+        return table[name]
+    close = get_close_matches(name, table, n=1)
+    hint = f'; did you mean "{close[0]}"?' if close else "."
+    raise ValueError(f'"{name}" is not a {kind}; known are {", ".join(sorted(table))}{hint}')

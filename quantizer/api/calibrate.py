@@ -29,20 +29,18 @@ from quantizer.nn.layer import check_float
 from quantizer.plan.resolve import resolve_plan
 from quantizer.results.calibrated import (
     Calibrated,
+    check_plan,
     reopen_calibration,
-    reuse_or_trace,
     stored_config,
-    trace_module,
 )
-from quantizer.results.calibrated_inputs import example_batch
 from quantizer.results.checkpoint import Checkpoints, calibrated
 from quantizer.results.folder import read_info
+from quantizer.results.graph_file import example_batch, reuse_or_trace, trace_module
 from quantizer.results.result_set import locked, require_result_folder
-from quantizer.results.same_calibration import check_plan
 from quantizer.results.write import write_results
+from quantizer.sources.arguments import DEFAULT_SEQ_LEN, example_input
 from quantizer.sources.batches import Batch
 from quantizer.sources.data import Batches, load_batches
-from quantizer.sources.example_inputs import DEFAULT_SEQ_LEN, example_input
 from quantizer.sources.module_state import evaluating, without_cache
 from quantizer.sources.tensor_kinds import check_finite
 from quantizer.storage.process_memory import parse_size

@@ -24,10 +24,9 @@ from quantizer.export.run_words import in_words_of_checkpoint
 from quantizer.nn.layer import check_float
 from quantizer.nn.transaction import all_or_nothing
 from quantizer.plan.model import Plan
-from quantizer.sources.arguments import arguments_of
+from quantizer.sources.arguments import arguments_of, example_input
 from quantizer.sources.batches import Batch
 from quantizer.sources.data import Batches
-from quantizer.sources.example_inputs import example_input
 from quantizer.sources.first_batch import layer_remedies
 from quantizer.sources.tensor_kinds import check_kinds
 from quantizer.sources.user_code import frames_of, user_errors

@@ -56,15 +56,14 @@ from quantizer.graph.tracing.untraced import Untraced, untraced_part
 from quantizer.nn.layer import check_float
 from quantizer.plan.fit.fitted_config import LayersToLeave, fitted_text
 from quantizer.plugins import remedy_for_absent
-from quantizer.report.files import REPORT_INPUTS, write_report
+from quantizer.report.files import write_report
 from quantizer.report.tables import as_csv
 from quantizer.report.verdict import VerdictFacts, verdict
 from quantizer.results.checkpoint import Checkpoints
 from quantizer.results.folder import open_written
 from quantizer.results.result_set import locked, mark_result_folder, require_result_folder
+from quantizer.sources.arguments import DEFAULT_SEQ_LEN, example_input
 from quantizer.sources.data import EXAMPLE_STAMP, Batches
-from quantizer.sources.example_inputs import DEFAULT_SEQ_LEN, example_input
-from quantizer.sources.padding import without_padding
 from quantizer.storage.files import write_json, write_text
 from quantizer.storage.permission import replacing
 
@@ -195,7 +194,7 @@ def _with_verdict(
     tested["exports"] = [export_summary(target, path, verification)]
     tested["improvement"] = improvement
     with locked(quantized.folder):
-        write_report(open_written(quantized.folder, REPORT_INPUTS), tested)
+        write_report(open_written(quantized.folder), tested)
         write_text(quantized.folder / "layers.csv", as_csv(quantized.comparison.layers))
         write_json(path.parent / "verify.json", {path.name: verification.to_json()})
     plan = quantized.result.plan.plan
@@ -317,7 +316,7 @@ def _sized_run(
     model: nn.Module, graph: Graph, batches: Batches, events: Events | None
 ) -> SizedRun:
     """Return what chooses widths within a size."""
-    start = partial(without_padding, batches, graph)
+    start = partial(batches.without_padding, graph)
     data = WatchedData(start, batches.total, follower(events))
     return SizedRun(model, graph, data, logger.info)
 

@@ -39,7 +39,7 @@ from quantizer.plan.remarks import left_parameters, share_left
 from quantizer.plan.size import weight_bytes
 from quantizer.plugins import remedy_for_absent
 from quantizer.report import tables
-from quantizer.report.files import REPORT_INPUTS, write_report
+from quantizer.report.files import write_report
 from quantizer.report.html import element
 from quantizer.report.view import TableView
 from quantizer.results.calibrated import Calibrated
@@ -178,7 +178,7 @@ class Result:
                 self._write(place)
             elif self._opened is not None and not self._is_in(place):
                 write_copy(place, self._opened)
-            write_report(open_written(place, REPORT_INPUTS))
+            write_report(open_written(place))
 
     def _is_in(self, place: Path) -> bool:
         """Return whether the folder is the one that was loaded and has not changed since."""
@@ -209,7 +209,7 @@ class Result:
         with TemporaryDirectory() as place:
             if self._write is not None:
                 self._write(Path(place))
-            opened = self._opened or open_written(Path(place), REPORT_INPUTS)
+            opened = self._opened or open_written(Path(place))
             values = tested.to_json() if tested else {}
             report = Report(opened, values)
         if path is not None:

@@ -19,8 +19,8 @@ from quantizer.option_words import Sentence
 from quantizer.plan.model import Key, Plan, TensorSpecs
 from quantizer.plan.size import alive_bytes, value_bytes, working_bytes
 from quantizer.storage import process_memory
-from quantizer.storage.allocator import keeps_freed_blocks, trim_heap
 from quantizer.storage.deferred_tensor import DeferredTensor
+from quantizer.storage.process_memory import keeps_freed_blocks, trim_heap
 
 logger = logging.getLogger(__name__)
 

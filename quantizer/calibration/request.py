@@ -23,7 +23,6 @@ from quantizer.layerwise.adjustment import Adjustment
 from quantizer.plan.model import JoinDecision, Plan
 from quantizer.sources.batches import Batch
 from quantizer.sources.data import Batches
-from quantizer.sources.padding import without_padding
 
 _NOT_YET: Any = None
 """The value of a field until the step that makes it has run; the order of `STEPS` ensures that
@@ -197,7 +196,7 @@ class CalibrationRequest:
         original = self.target.original
         if graph is None and self.target.is_traced:
             graph = original
-        batches = without_padding(self.batches, graph)
+        batches = self.batches.without_padding(graph)
         return (batch.to(original.device) for batch in batches)
 
     def read_again(self, step: str, remedy: str, graph: Graph | None = None) -> Iterator[Batch]:

@@ -23,7 +23,7 @@ from quantizer.calibration.stretched_inputs import InputMagnitudes
 from quantizer.config.diagnostics import ConfigError, with_place
 from quantizer.option_words import Sentence, marked_text
 from quantizer.sources.batches import Batch
-from quantizer.storage.allocator import TRIM_AFTER_GROWTH, trim_heap
+from quantizer.storage.process_memory import TRIM_AFTER_GROWTH, trim_heap
 
 _CHECKPOINT = "the checkpoint of calibration"
 

@@ -9,8 +9,8 @@ from difflib import unified_diff
 
 import click
 
-from quantizer.cli.arguments.grouped_command import refuse_typed
-from quantizer.cli.arguments.options import LOOK, QUANT_MODES, Options, command, takes
+from quantizer.cli.arguments.grouped_command import command, refuse_typed
+from quantizer.cli.arguments.options import LOOK, QUANT_MODES, Options, takes
 from quantizer.cli.arguments.places import WrittenPath, layers_of_results, write_output
 from quantizer.cli.terminal.render import RENDERERS, say
 from quantizer.cli.terminal.screen import screen

@@ -11,8 +11,8 @@ from quantizer.cli import session
 from quantizer.cli.arguments.options import Options
 from quantizer.cli.terminal.render import say
 from quantizer.cli.terminal.screen import notes_on_stderr
-from quantizer.config.document.document import Document
 from quantizer.cli.traced_model import traced_model
+from quantizer.config.document.document import Document
 from quantizer.config.document.read import read_document
 from quantizer.config.forms.hierarchical_spec import FIELDS_OF_KEYS, specification
 from quantizer.config.forms.layered import FIELDS

@@ -33,12 +33,12 @@ from quantizer.distributed import Ranks
 from quantizer.errors import QuantizerError, ResultError
 from quantizer.export.targets import EXPORTERS, FOLDER
 from quantizer.graph.ir import Graph
+from quantizer.nn.load import INFO_FILE
 from quantizer.printable import one_line
-from quantizer.report.files import REPORT_INPUTS, write_report
+from quantizer.report.files import write_report
 from quantizer.report.next_step import DATA_OPTIONS
 from quantizer.results.folder import (
     COMMANDS_KEY,
-    INFO_FILE,
     REPORT_FILE,
     RUN_FILE,
     OpenedResults,
@@ -293,7 +293,7 @@ def write_calibration(
         run=request.header(state),
         origins=origins,
     )
-    opened = open_written(folder, REPORT_INPUTS)
+    opened = open_written(folder)
     write_report(opened, commands=remember(opened, *command))
 
 

@@ -17,8 +17,8 @@ from quantizer.config.diagnostics import ConfigError, Diagnostic
 from quantizer.config.document.document import Document
 from quantizer.config.json_types import JsonMapping
 from quantizer.config.load import default_config, load_config
-from quantizer.config.run_options import dynamic_sizes, with_finetuning
 from quantizer.config.model import ResolvedConfig, Settings
+from quantizer.config.run_options import dynamic_sizes, with_finetuning
 from quantizer.config.wording import counted
 from quantizer.errors import UsageError
 from quantizer.graph.ir import Graph
@@ -28,11 +28,11 @@ from quantizer.plan.model import Plan
 from quantizer.plan.remarks import plan_remarks
 from quantizer.plan.resolve import resolve_plan
 from quantizer.plugins import if_command
-from quantizer.results.calibrated import reuse_or_trace, trace_module
 from quantizer.results.folder import OpenedResults
+from quantizer.results.graph_file import reuse_or_trace, trace_module
+from quantizer.sources.arguments import DEFAULT_SEQ_LEN, longest_window
 from quantizer.sources.batches import Batch
 from quantizer.sources.data import DEFAULT_BATCH_SIZE, EXAMPLE_STAMP, Batches, load_batches
-from quantizer.sources.example_inputs import DEFAULT_SEQ_LEN, longest_window
 from quantizer.sources.kinds import advice_without_data, is_synthetic
 from quantizer.sources.models import Evaluate, LoadedModel, load_evaluate, load_model
 from quantizer.storage import process_memory

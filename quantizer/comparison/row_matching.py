@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from quantizer.comparison.output_figures import RowCounts
-from quantizer.graph.channels.provenance import Seen, SeenOutput
 from quantizer.comparison.samples import SampleRows
+from quantizer.graph.channels.provenance import Seen, SeenOutput
 from quantizer.graph.channels.row_order import RowOrder, places_of_rows
 
 

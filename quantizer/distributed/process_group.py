@@ -3,7 +3,10 @@ or is lost.
 """
 
 import contextlib
+import ctypes
+import io
 import json
+import pickle
 import threading
 import time
 from collections.abc import Callable
@@ -12,12 +15,11 @@ from typing import Any, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
-from quantizer.distributed.ranks import Ranks
-from quantizer.distributed.tensor_pickle import pickled, unpickled
+from quantizer.distributed import Ranks
 from quantizer.errors import DataError, QuantizerError, RankError, first_line
 from quantizer.option_words import Sentence
 
@@ -294,3 +296,61 @@ def _reported_error(report: dict[str, Any]) -> QuantizerError:
     error = classes.get(code, QuantizerError)(report["message"], help=help_)
     error.exit_code = code
     return error
+
+
+def pickled(value: Any) -> Tensor:
+    """Return a value as a tensor of bytes."""
+    file = io.BytesIO()
+    _Pickler(file).dump(value)
+    return torch.frombuffer(file.getbuffer(), dtype=torch.uint8)
+
+
+def unpickled(content: Tensor, device: str) -> Any:
+    """Return the value in a tensor of bytes, with tensors of a GPU on `device`."""
+    unpickler = _Unpickler(_bytes_of(content), device)
+    return unpickler.load()
+
+
+def _bytes_of(tensor: Tensor) -> bytes:
+    """Return the bytes of a contiguous tensor on the CPU."""
+    address = tensor.data_ptr()
+    return ctypes.string_at(address, tensor.nbytes)
+
+
+class _Pickler(pickle.Pickler):
+    """Pickles a tensor as its dtype, shape and bytes, and whether it is on a GPU. Tensors of
+    subclasses pickle themselves.
+    """
+
+    def persistent_id(
+        self, value: Any
+    ) -> tuple[torch.dtype, tuple[int, ...], bytes, bool] | None:
+        """Return what is pickled instead of a tensor, or None for other objects."""
+        if type(value) not in (Tensor, nn.Parameter):
+            return None
+        tensor = value.detach().cpu().contiguous()
+        return (
+            tensor.dtype,
+            tuple(tensor.shape),
+            _bytes_of(tensor),
+            value.device.type != "cpu",
+        )
+
+
+class _Unpickler(pickle.Unpickler):
+    """Rebuilds tensors from bytes."""
+
+    def __init__(self, content: bytes, device: str) -> None:
+        super().__init__(io.BytesIO(content))
+        self._device = device
+
+    def persistent_load(self, stored: Any) -> Tensor:
+        """Return the tensor of which `persistent_id` has returned `stored`."""
+        dtype, shape, content, is_on_gpu = stored
+        tensor = torch.empty(shape, dtype=dtype)
+        if content:
+            octets = torch.frombuffer(bytearray(content), dtype=torch.uint8)
+            tensor = octets.view(dtype).view(shape)
+        if is_on_gpu:
+            return tensor.to(self._device)
+        return tensor

@@ -35,7 +35,7 @@ from quantizer.nn.segments import deferred_weights, segments, total_bytes
 from quantizer.numerics.metrics import Approximation
 from quantizer.sources.batches import Batch, prefix_batch_errors
 from quantizer.sources.data import Batches
-from quantizer.sources.repeated_passes import RepeatedPasses
+from quantizer.sources.user_data import RepeatedPasses
 from quantizer.storage.deferred_tensor import CPU, keep_loaded, loaded
 
 _BATCHES_BETWEEN_EXCHANGES = 16

@@ -42,7 +42,6 @@ from quantizer.results.calibrated import Calibrated
 from quantizer.sources.data import Batches
 from quantizer.sources.directions import BY_NAME, Directions
 from quantizer.sources.models import Evaluate
-from quantizer.sources.padding import with_included
 from quantizer.sources.user_code import user_errors, was_called
 
 if TYPE_CHECKING:
@@ -274,7 +273,7 @@ def _compared(
     """Compare networks on all batches, and record the outputs of the quantized one."""
     with RunStage(events, "test", networks.batches.total) as stage:
         names = networks.batches.arguments.names
-        marked = (with_included(batch, names) for batch in networks.batches)
+        marked = (batch.with_included(names) for batch in networks.batches)
         moved = (batch.to(networks.device) for batch in marked)
         return compare(
             networks.reference,

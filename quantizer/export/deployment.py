@@ -33,8 +33,7 @@ from quantizer.graph.tracing.batch_axes import fixed_batch
 from quantizer.graph.tracing.lengths import Length
 from quantizer.nn.network import Network
 from quantizer.results.calibrated import Calibrated
-from quantizer.results.calibrated_inputs import call_with_shapes
-from quantizer.sources.arguments import arguments_of
+from quantizer.sources.arguments import arguments_of, call_with_shapes
 from quantizer.sources.batches import Batch
 
 _SMALLER = 2

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, ClassVar, Generic, TypeVar
 
 from quantizer.export.targets import CHOICES
 from quantizer.option_words import Sentence
-from quantizer.storage.replaced_folder import remove_folder
-from quantizer.storage.replacing import remove_file
+from quantizer.storage.replacing import remove_file, remove_folder
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from quantizer.config.wording import a_kind
 from quantizer.errors import UsageError
 from quantizer.export.targets import offered
-from quantizer.sources.files.transformers_folder import (
+from quantizer.sources.files.json_files import (
     CHECKPOINT_FILE,
     CONFIG_FILE,
     GPTQ_FILE,
@@ -22,8 +22,7 @@ from quantizer.sources.files.transformers_folder import (
     QUANTIZATION_KEYS,
     embedding_modules,
 )
-from quantizer.storage.files import read_json, write_json
-from quantizer.storage.tensor_shards import write_shards
+from quantizer.storage.files import read_json, write_json, write_shards
 
 QUANTIZATION = QUANTIZATION_KEY
 GENERATION = "generation_config.json"

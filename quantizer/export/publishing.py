@@ -11,12 +11,12 @@ from quantizer.export.exporter import Exporter
 from quantizer.export.hugging_face_folder import source_folder
 from quantizer.storage.files import cannot_write
 from quantizer.storage.permission import replacing
-from quantizer.storage.replaced_folder import (
+from quantizer.storage.replacing import (
     replaced_files,
     replaced_folder,
     require_replaceable_folder,
+    require_writable,
 )
-from quantizer.storage.replacing import require_writable
 
 
 def require_place(exporter: Exporter[Any], path: Path) -> None:

@@ -43,7 +43,7 @@ from quantizer.results.result_set import locked, replace_set
 from quantizer.sources.batches import Batch
 from quantizer.storage.files import cannot_write, write_json, write_tensors
 from quantizer.storage.opened_files import json_digest
-from quantizer.storage.replaced_folder import replaced_folder
+from quantizer.storage.replacing import replaced_folder
 
 
 def save_quantized(model: nn.Module, folder: Path) -> None:

@@ -18,6 +18,7 @@ from quantizer.graph.output_names import leaf_names, plain_output
 from quantizer.graph.tracing.lengths import Length
 
 _NAMED_IN_TORCH = (torch.dtype, torch.layout, torch.memory_format)
+_DTYPES = (torch.dtype,)
 
 _CPU = torch.device("cpu")
 
@@ -29,9 +30,15 @@ class TensorKind:
     shape: tuple[int, ...]
     dtype: torch.dtype
 
-    def fits(self, tensor: Tensor) -> bool:
-        """Return whether a tensor has this shape and this dtype."""
-        return tensor.shape == self.shape and tensor.dtype == self.dtype
+    def fitted(self, tensor: Tensor | None) -> Tensor | None:
+        """Return a tensor if it has this shape and this dtype. Complex numbers become floats
+        if these are wanted.
+        """
+        if tensor is not None and tensor.is_complex() and not self.dtype.is_complex:
+            tensor = as_floats(tensor)
+        if tensor is None or (tensor.shape, tensor.dtype) != (self.shape, self.dtype):
+            return None
+        return tensor
 
 
 @dataclass(frozen=True)
@@ -55,12 +62,9 @@ class StoredGraph:
         for path, kind in self.tensors.items():
             tensor = constants.get(path)
             if path not in self.graph.constants:
-                tensor = module_tensor(module, path)
+                tensor = _module_tensor(module, path)
+            tensor = kind.fitted(tensor)
             if tensor is None:
-                return None
-            if tensor.is_complex() and not kind.dtype.is_complex:
-                tensor = as_floats(tensor)
-            if not kind.fits(tensor):
                 return None
             tensors[path] = tensor.detach().resolve_neg()
         graph = self.graph.replaced(tensors=tensors)
@@ -69,7 +73,7 @@ class StoredGraph:
         return graph.mapped(lambda node: node.on(graph.device))
 
 
-def module_tensor(module: nn.Module, path: str) -> Tensor | None:
+def _module_tensor(module: nn.Module, path: str) -> Tensor | None:
     """Return the parameter, buffer or other tensor that a module holds at a path; None if
     there is none.
     """
@@ -92,11 +96,8 @@ def constants_of_code(module: nn.Module, tensors: Mapping[str, Tensor]) -> tuple
     """Return the paths of tensors that only the code of the module holds."""
     paths: list[str] = []
     for path, tensor in tensors.items():
-        known = module_tensor(module, path)
-        if known is not None and known.is_complex() and not tensor.is_complex():
-            known = as_floats(known)
         kind = TensorKind(tuple(tensor.shape), tensor.dtype)
-        if known is None or not kind.fits(known):
+        if kind.fitted(_module_tensor(module, path)) is None:
             paths.append(path)
     return tuple(paths)
 
@@ -152,7 +153,7 @@ def graph_from_json(value: Mapping[str, Any]) -> StoredGraph:
     tensors: dict[str, TensorKind] = {}
     for path, kind in value["tensors"].items():
         shape = tuple(kind["shape"])
-        tensors[path] = TensorKind(shape, _dtype(kind["dtype"]))
+        tensors[path] = TensorKind(shape, _from_torch(kind["dtype"], _DTYPES))
     graph = Graph(
         value["model"],
         tuple(map(_node_from_json, value["nodes"])),
@@ -196,7 +197,7 @@ def _node_from_json(value: Mapping[str, Any]) -> Node:
     if shape is not None:
         shape = tuple(shape)
     if dtype is not None:
-        dtype = _dtype(dtype)
+        dtype = _from_torch(dtype, _DTYPES)
     return Node(
         value["name"],
         value["op"],
@@ -213,24 +214,16 @@ def _node_from_json(value: Mapping[str, Any]) -> Node:
 
 
 def _length_from_json(value: Mapping[str, Any]) -> Length:
-    axes: list[tuple[int, int]] = []
-    for index, axis in value["axes"]:
-        axes.append((index, axis))
-    return replace(Length(**value), axes=tuple(axes))
+    axes = tuple((index, axis) for index, axis in value["axes"])
+    return replace(Length(**value), axes=axes)
 
 
 def _items(mapping: Mapping[str, Any]) -> dict[str, Any]:
-    items: dict[str, Any] = {}
-    for name, value in mapping.items():
-        items[name] = _to_json(value)
-    return items
+    return {name: _to_json(value) for name, value in mapping.items()}
 
 
 def _values(items: Mapping[str, Any]) -> dict[str, Any]:
-    values: dict[str, Any] = {}
-    for name, item in items.items():
-        values[name] = _from_json(item)
-    return values
+    return {name: _from_json(item) for name, item in items.items()}
 
 
 def _to_json(value: Any) -> Any:
@@ -277,23 +270,16 @@ def _name_in_torch(value: Any) -> str:
     return str(value).removeprefix("torch.")
 
 
-def _from_torch(name: str) -> Any:
+def _from_torch(name: str, kinds: tuple[type[Any], ...] = _NAMED_IN_TORCH) -> Any:
     """Return the dtype, layout or memory format of a name.
 
     Raises:
         ValueError: torch has none of this name.
     """
     value = getattr(torch, name, None)
-    if not isinstance(value, _NAMED_IN_TORCH):
-        raise ValueError(f"{name!r} is not a dtype, layout or memory format")
+    if not isinstance(value, kinds):
+        raise ValueError(f"{name!r} is not a {kinds[0].__name__}")
     return value
-
-
-def _dtype(name: str) -> torch.dtype:
-    dtype = _from_torch(name)
-    if not isinstance(dtype, torch.dtype):
-        raise ValueError(f"{name!r} is not a dtype")
-    return dtype
 
 
 def _reference(name: Any) -> Ref:
@@ -302,14 +288,10 @@ def _reference(name: Any) -> Ref:
     return Ref(name)
 
 
-def _tuple_of(items: list[Any]) -> tuple[Any, ...]:
-    return tuple(map(_from_json, items))
-
-
 _KINDS: Mapping[str, Callable[[Any], Any]] = {
     "float": float,
     "complex": complex,
-    "tuple": _tuple_of,
+    "tuple": lambda items: tuple(map(_from_json, items)),
     "ref": _reference,
     "torch": _from_torch,
     "device": torch.device,

@@ -15,8 +15,8 @@ from quantizer.config.model import QuantizationSpec
 from quantizer.layerwise.patches import matrix_weight, weight_matrix
 from quantizer.layerwise.round_to_nearest import nearest_qparams
 from quantizer.numerics.blocks import workspace
-from quantizer.numerics.code_range import POWERS_OF_TWO, SMALLEST_SCALE
 from quantizer.numerics.codes import work_dtype_of
+from quantizer.numerics.formats import POWERS_OF_TWO, SMALLEST_SCALE
 from quantizer.numerics.granularity import from_rows, scale_shape, to_rows
 from quantizer.numerics.qparams import QParams, uncut
 from quantizer.numerics.two_level import nearest_group_scale

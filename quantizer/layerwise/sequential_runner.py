@@ -24,8 +24,8 @@ from quantizer.nn.execution import NO_WATCHERS, Execution, Watchers, layer_argum
 from quantizer.nn.network import Network
 from quantizer.sources.batches import Batch, prefix_batch_errors, prefix_errors
 from quantizer.sources.tensor_kinds import count_not_finite
-from quantizer.storage.allocator import TRIM_AFTER_GROWTH, trim_heap
 from quantizer.storage.deferred_tensor import CPU, DeferredTensor, keep_loaded, loaded
+from quantizer.storage.process_memory import TRIM_AFTER_GROWTH, trim_heap
 
 _JOINED_IDS = 1024
 _JOINED_IDS_OF_A_DEVICE = 8192

@@ -8,8 +8,8 @@ from torch import Tensor
 
 from quantizer.config.model import QuantizationSpec
 from quantizer.numerics.blocks import BLOCK_SIZE, fill
-from quantizer.numerics.code_range import CodeRange, IntegerRange
 from quantizer.numerics.codes import work_dtype_of
+from quantizer.numerics.formats import CodeRange, IntegerRange
 from quantizer.numerics.granularity import scale_shape
 from quantizer.numerics.qparams import (
     QParams,

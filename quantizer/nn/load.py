@@ -20,6 +20,7 @@ from quantizer.nn.quantized_tensor import QuantizedTensor
 from quantizer.nn.quantizer import TensorQuantizer
 from quantizer.numerics.codes import pack, packed_shape, storage_dtype, unpack
 from quantizer.storage.deferred_tensor import DeferredTensor
+from quantizer.storage.files import deferred_shards, tensor_files_of
 from quantizer.storage.opened_files import (
     FileSetKind,
     OpenedFiles,
@@ -27,7 +28,6 @@ from quantizer.storage.opened_files import (
     json_digest,
     open_files,
 )
-from quantizer.storage.tensor_shards import deferred_shards, tensor_files_of
 
 WEIGHTS_FILE = "weights.safetensors"
 CORRECTIONS = "bias_corr.safetensors"

@@ -1,7 +1,7 @@
 """Searches the scales of groups, and their minima, for the least weighted squared error.
 
 The scale of a group is first found by itself: several scales are tried, and each is fitted to
-the codes that it leads to by least squares. In formats with super-blocks, `super_block_search`
+the codes that it leads to by least squares. In formats with super-blocks, `group_search`
 turns scales into codes of few bits.
 
 Source: the idea of fitting scales to codes, and super-blocks, are ggml's (quantize_row_q4_K_ref
@@ -13,9 +13,14 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from quantizer.numerics.super_block_search import SuperBlockSearch
+from quantizer.numerics.group_search import (
+    LEAST,
+    Scales,
+    SearchedFormat,
+    SuperBlockSearch,
+    WeightedGroups,
+)
 from quantizer.numerics.superblocks import LEAST_FACTOR, SUPERBLOCK, rounded_factor
-from quantizer.numerics.weighted_groups import LEAST, Scales, SearchedFormat, WeightedGroups
 
 _BLOCKS_AT_ONCE = 1 << 11
 _BLOCKS_AT_ONCE_ON_A_DEVICE = 1 << 16

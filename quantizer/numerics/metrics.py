@@ -1,4 +1,4 @@
-"""Measures of how close two tensors are: SQNR, cosine, top-1 agreement. Sums are float64."""
+"""Measures of how close two tensors are, such as the SQNR. Sums are float64."""
 
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -212,60 +212,8 @@ def sqnr_db(reference: Tensor, other: Tensor) -> float:
     >>> round(sqnr_db(torch.tensor([1.0, 1.0]), torch.tensor([0.9, 1.1])), 3)
     20.0
     """
-    _check(reference, other)
-    return decibel(energy(reference), energy(reference - other))
-
-
-def cosine(reference: Tensor, other: Tensor) -> float:
-    """Return sum(r o) / sqrt(sum r^2 sum o^2) over all elements.
-
-    It is 1 for two zero tensors and 0 if only one is zero.
-
-    Raises:
-        ValueError: the shapes differ.
-
-    >>> round(cosine(torch.tensor([1.0, 0.0]), torch.tensor([1.0, 1.0])) ** 2, 6)
-    0.5
-    """
-    _check(reference, other)
-    product = math.sqrt(energy(reference)) * math.sqrt(energy(other))
-    if product == 0:
-        return float(energy(reference) == energy(other))
-    return _dot(reference, other) / product
-
-
-def top1_agreement(reference: Tensor, other: Tensor) -> float:
-    """Return the share of positions where both have their largest value at the same class.
-    Classes are dimension 1.
-
-    Raises:
-        ValueError: the shapes differ or there is no dimension 1.
-
-    >>> top1_agreement(
-    ...     torch.tensor([[0.1, 0.9], [0.7, 0.3]]), torch.tensor([[0.4, 0.6], [0.2, 0.8]])
-    ... )
-    0.5
-    """
-    _check(reference, other)
-    if reference.ndim < 2:
-        raise ValueError(
-            f"Classes are dimension 1 of the outputs, and {tuple(reference.shape)} has none."
-        )
-    return float((reference.argmax(1) == other.argmax(1)).double().mean())
-
-
-def _dot(a: Tensor, b: Tensor) -> float:
-    order = memory_order(a)
-    a_parts = torch.split(a.permute(order).reshape(-1), VALUES_PER_SUM)
-    b_parts = torch.split(b.permute(order).reshape(-1), VALUES_PER_SUM)
-    sums = []
-    for a_part, b_part in zip(a_parts, b_parts, strict=True):
-        sums.append(float(torch.dot(a_part.double(), b_part.double())))
-    return math.fsum(sums)
-
-
-def _check(reference: Tensor, other: Tensor) -> None:
     if reference.shape != other.shape:
         raise ValueError(
             f"The tensors differ in shape: {tuple(reference.shape)} and {tuple(other.shape)}."
         )
+    return decibel(energy(reference), energy(reference - other))

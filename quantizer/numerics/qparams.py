@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from quantizer.numerics.blocks import SCALES_AT_ONCE
-from quantizer.numerics.code_range import (
+from quantizer.numerics.formats import (
     POWERS_OF_TWO,
     SHARED_EXPONENTS,
     SMALLEST_SCALE,

@@ -18,10 +18,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from quantizer.numerics.registry import lookup, register_in
+from quantizer.rows import lookup
 
 RoundMode = Callable[[Tensor], Tensor]
-ROUND_MODES: dict[str, RoundMode] = {}
 NEAREST = frozenset({"half_even", "half_up", "half_down", "std_round"})
 """The modes that round to the nearest integer. They have the same error."""
 
@@ -57,7 +56,6 @@ def _by_one_thread(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     return x
 
 
-@register_in(ROUND_MODES, "half_even")
 def round_half_even(x: Tensor) -> Tensor:
     """Round the floating-point tensor `x` in place, ties to even (IEEE 754, ONNX
     QuantizeLinear), and return it.
@@ -65,7 +63,6 @@ def round_half_even(x: Tensor) -> Tensor:
     return _by_one_thread(Tensor.round_, x)
 
 
-@register_in(ROUND_MODES, "half_up")
 def round_half_up(x: Tensor) -> Tensor:
     """Round the floating-point tensor `x` in place, ties toward plus infinity, and return it.
 
@@ -78,7 +75,6 @@ def round_half_up(x: Tensor) -> Tensor:
     return _by_one_thread(Tensor.ceil_, x)
 
 
-@register_in(ROUND_MODES, "half_down")
 def round_half_down(x: Tensor) -> Tensor:
     """Round the floating-point tensor `x` in place, ties toward zero, and return it. This needs
     one temporary.
@@ -90,7 +86,6 @@ def round_half_down(x: Tensor) -> Tensor:
     return _by_one_thread(Tensor.floor_, x).mul_(sign)
 
 
-@register_in(ROUND_MODES, "std_round")
 def round_half_away(x: Tensor) -> Tensor:
     """Round `x` in place, ties away from zero (round() of C), and return it. This needs one
     temporary.
@@ -99,7 +94,6 @@ def round_half_away(x: Tensor) -> Tensor:
     return round_half_up(x.abs_()).mul_(sign)
 
 
-@register_in(ROUND_MODES, "floor")
 def round_down(x: Tensor) -> Tensor:
     """Round the floating-point tensor `x` in place, toward minus infinity, off by up to a whole
     step, and return it.
@@ -107,3 +101,12 @@ def round_down(x: Tensor) -> Tensor:
     A code times its scale may become the code below: (3 * s) / s is 2.9999998 for some s.
     """
     return _by_one_thread(Tensor.floor_, x)
+
+
+ROUND_MODES: dict[str, RoundMode] = {
+    "half_even": round_half_even,
+    "half_up": round_half_up,
+    "half_down": round_half_down,
+    "std_round": round_half_away,
+    "floor": round_down,
+}

@@ -7,9 +7,8 @@ The words are those of `QuantizationSpec.scale_type`.
 import torch
 from torch import Tensor
 
-from quantizer.numerics.code_range import PAIRS
 from quantizer.numerics.codes import pack_bits, unpack_bits
-from quantizer.numerics.formats import cast_round_trip_, format_named
+from quantizer.numerics.formats import PAIRS, cast_round_trip_, format_named
 
 _LARGEST_E4M3 = format_named("fp8_e4m3").largest
 _LEAST_E4M3 = 2.0**-9

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from quantizer.config.model import QuantizationSpec
-from quantizer.numerics.code_range import POWERS_OF_TWO, SHARED_EXPONENTS
+from quantizer.numerics.formats import POWERS_OF_TWO, SHARED_EXPONENTS
 from quantizer.numerics.histogram import BINS
 from quantizer.numerics.qparams import qparams_from_range, symmetric_step, uncut
 from quantizer.numerics.rounding import NEAREST

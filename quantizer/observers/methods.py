@@ -13,16 +13,16 @@ from torch import Tensor
 
 from quantizer.config.model import PAIR, QuantizationSpec
 from quantizer.numerics.blocks import Kernel, fill
-from quantizer.numerics.code_range import PAIRS, CodeRange, FloatRange, IntegerRange
 from quantizer.numerics.fake_quantize import FloatKernel, IntegerKernel
+from quantizer.numerics.formats import PAIRS, CodeRange, FloatRange, IntegerRange
 from quantizer.numerics.histogram import BINS
-from quantizer.numerics.registry import lookup
 from quantizer.observers.observed_batch import LowHigh, ObservedValues
 from quantizer.plugins import loaded
+from quantizer.rows import lookup
 from quantizer.tables import RANGE_METHODS, SEARCHED, listed_format
 
 if TYPE_CHECKING:
-    from quantizer.numerics.weighted_groups import SearchedFormat
+    from quantizer.numerics.group_search import SearchedFormat
 
 MICROEXPONENT_GROUP = PAIRS * PAIR
 """How many values share an exponent in formats with microexponents."""
@@ -84,7 +84,7 @@ def searched_format(spec: QuantizationSpec) -> SearchedFormat | None:
     Return None for other specs.
     """
     # Only groups with searched scales need it
-    from quantizer.numerics.weighted_groups import SearchedFormat
+    from quantizer.numerics.group_search import SearchedFormat
 
     if spec.qscheme != "per_group" or spec.round_mode != "half_even":
         return None

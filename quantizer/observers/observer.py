@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from quantizer.config.model import POOLED, QuantizationSpec
-from quantizer.numerics.code_range import CodeRange, FloatRange, IntegerRange
+from quantizer.numerics.formats import CodeRange, FloatRange, IntegerRange
 from quantizer.numerics.granularity import scale_shape
 from quantizer.numerics.qparams import (
     QParams,
@@ -21,10 +21,10 @@ from quantizer.numerics.qparams import (
     qparams_from_step,
     step_from_range,
 )
-from quantizer.numerics.registry import lookup
 from quantizer.observers.memory import Memory, compute_pending_ranges, memory_of
 from quantizer.observers.methods import BATCH_STATISTICS, axis_of, code_range_of, reduce_batches
 from quantizer.observers.observed_batch import ObservedBatch
+from quantizer.rows import lookup
 from quantizer.tables import RANGE_METHODS
 
 

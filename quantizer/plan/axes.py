@@ -15,7 +15,7 @@ from quantizer.config.model import SUPERBLOCK, QuantizationSpec, Sourced
 from quantizer.config.roles import base_role, is_parameter, parameter_name
 from quantizer.config.wording import first_names
 from quantizer.graph.ir import Graph, Node
-from quantizer.numerics.code_range import SHARED_EXPONENTS
+from quantizer.numerics.formats import SHARED_EXPONENTS
 from quantizer.plugins import if_command
 
 _SAMPLE_AXIS = 0

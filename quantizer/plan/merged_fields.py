@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from quantizer.config.model import AUTO_METHOD, POOLED, Fields, QuantizationSpec, Role, Sourced
 from quantizer.config.roles import is_parameter
 from quantizer.config.rules.spec_rules import is_foreign, other_weight_axis
-from quantizer.numerics.code_range import SHARED_EXPONENTS
+from quantizer.numerics.formats import SHARED_EXPONENTS
 from quantizer.plan.match import MatchedRule
 
 MergedSpec = tuple[QuantizationSpec | None, dict[str, Sourced]]

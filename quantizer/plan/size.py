@@ -11,8 +11,8 @@ import torch
 from quantizer.config.model import QuantizationSpec
 from quantizer.config.roles import parameter_role
 from quantizer.graph.ir import Graph, Node, references
-from quantizer.numerics.code_range import scale_bytes
 from quantizer.numerics.codes import bits_of
+from quantizer.numerics.formats import scale_bytes
 from quantizer.plan.model import Plan
 from quantizer.tables import NUMBER_FORMATS
 

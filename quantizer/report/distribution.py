@@ -11,7 +11,7 @@ from torch import Tensor
 from quantizer.config.json_types import JsonObject
 from quantizer.config.model import POOLED, QuantizationSpec
 from quantizer.nn.quantizer import quantize_tensor
-from quantizer.numerics.code_range import IntegerRange
+from quantizer.numerics.formats import IntegerRange
 from quantizer.numerics.histogram import BINS, Histogram
 from quantizer.numerics.metrics import decibel
 from quantizer.numerics.qparams import QParams

@@ -11,18 +11,10 @@ from quantizer.config.json_types import JsonMapping, JsonObject
 from quantizer.errors import DAMAGE_ERRORS, ResultError, UsageError
 from quantizer.plugins import loaded, plugins, remedy_for_absent
 from quantizer.report.content import collect_report
-from quantizer.results.folder import (
-    ALGORITHMS_FILE,
-    PLAN_FILE,
-    REPORT_FILE,
-    STATISTICS_FILE,
-    OpenedResults,
-)
+from quantizer.results.folder import REPORT_FILE, OpenedResults
 from quantizer.storage.files import write_json, write_text
 
 REPORT_PAGE = "report.html"
-REPORT_INPUTS = (PLAN_FILE, STATISTICS_FILE, ALGORITHMS_FILE)
-"""The files that a report needs besides quant_info.json."""
 Commands = Mapping[str, list[str]]
 
 

@@ -3,7 +3,7 @@ The calibration is of this process, or of a result folder.
 """
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -11,35 +11,37 @@ from typing import Any
 import torch
 from torch import nn
 
-from quantizer.calibration.faithful import compare_with_model
+from quantizer.calibration import fingerprint
 from quantizer.calibration.fingerprint import input_shapes
 from quantizer.calibration.fits_model import check_insertions, check_solution
 from quantizer.calibration.solution import Solution, quantized_network
 from quantizer.calibration.step import decisions_of
 from quantizer.config.document.document import Document
+from quantizer.config.forms.algorithm_words import algorithm_entry
 from quantizer.config.forms.resolved import resolved_document
 from quantizer.config.json_types import JsonMapping
 from quantizer.config.load import check_document, default_config
 from quantizer.config.model import ResolvedConfig, Settings
 from quantizer.config.roles import is_parameter
 from quantizer.config.run_options import LEVELS, with_dpu_accuracy
-from quantizer.config.wording import listed
 from quantizer.errors import DataError, ModelError, ResultError
 from quantizer.graph.channels.output_parts import Output, parts_named_as
 from quantizer.graph.edits import with_insertions, with_weights
 from quantizer.graph.ir import Graph, Node
 from quantizer.graph.passes import for_device, run_passes
-from quantizer.graph.tracing.batch_axes import has_open_batch
 from quantizer.graph.tracing.parameters import move_module
 from quantizer.nn.network import Network
-from quantizer.results.calibrated_inputs import call_with_shapes, shapes_text, window_length
-from quantizer.results.folder import RESOLVED_CONFIG_FILE, OpenedResults, QuantInfo
-from quantizer.results.graph_file import bound_graph, read_graph
-from quantizer.results.model_code import model_code
-from quantizer.results.same_calibration import check_model, check_output
+from quantizer.plan.joining.joins import with_decisions
+from quantizer.plan.model import Plan
+from quantizer.results.folder import (
+    RESOLVED_CONFIG_FILE,
+    OpenedResults,
+    QuantInfo,
+    stored_joins,
+)
+from quantizer.results.graph_file import trace_module
+from quantizer.sources.arguments import call_with_shapes, shapes_text, window_length
 from quantizer.sources.batches import Batch
-from quantizer.sources.models import materialize_lazy_layers
-from quantizer.sources.module_state import preserve_module_state
 from quantizer.storage.files import read_json
 
 _logger = logging.getLogger(__name__)
@@ -128,92 +130,6 @@ class Calibrated:
         """Return a new instance of the quantized network."""
         network = quantized_network(self.graph, self.solution)
         return move_module(network, self.original.device)
-
-
-def trace_module(
-    module: nn.Module,
-    batch: Batch,
-    *,
-    compared: bool = False,
-    sizes: Sequence[str] = (),
-    fixed: bool = False,
-) -> Graph:
-    """Return the graph of a module. Lazy layers get their shapes first.
-
-    If the module computes something else for some numbers of samples, only batches of this size
-    can run.
-
-    Args:
-        module: the user's model.
-        batch: the inputs to trace it on.
-        compared: whether to check that graph and module have the same outputs.
-        sizes: of the inputs that stay dynamic, besides batch and tokens; see `AXES`.
-        fixed: whether the number of samples is that of the batch.
-
-    Raises:
-        ModelError: it cannot be traced, or the graph computes something else.
-        DataError: it cannot run on the batch at all.
-    """
-    # This imports torch.export, which is slow. Commands that reuse a stored graph do not need
-    # it
-    from quantizer.graph.tracing.trace import trace
-
-    materialize_lazy_layers(module, batch)
-    with preserve_module_state(module):
-        try:
-            graph = trace(module, batch.args, batch.kwargs, sizes, fixed=fixed)
-        except ModelError:
-            # Few models need it
-            from quantizer.sources.first_batch import try_first_batch
-
-            try_first_batch(module, batch)
-            raise
-    if graph.output is None:
-        raise ModelError(
-            f"{graph.model} returns None", help="end forward() with `return` and the outputs"
-        )
-    differing = compare_with_model(module, graph, batch, twice=compared)
-    if differing:
-        _logger.warning(
-            "%s computes something else for batches of %s than for others: its batch size is "
-            "fixed at %d, and only such batches can run",
-            graph.model,
-            listed(differing),
-            batch.size,
-        )
-        return trace_module(module, batch, compared=compared, sizes=sizes, fixed=True)
-    code = model_code(module, graph, batch)
-    if code is None:
-        return graph
-    return graph.replaced(code=code.digest)
-
-
-def reuse_or_trace(module: nn.Module, batch: Batch, info: OpenedResults) -> Graph:
-    """Return the graph of a calibrated model: the stored graph if the code of the model is what
-    calibration has traced, else the graph of a new trace.
-
-    Raises:
-        ModelError: the model cannot be traced.
-        DataError: the model cannot run on the batch.
-        ResultError: the stored graph is damaged, or the model returns something else than the
-            calibrated one.
-    """
-    file = read_graph(info)
-    if file is None:
-        return trace_module(module, batch)
-    materialize_lazy_layers(module, batch)
-    graph = bound_graph(file, module, batch)
-    if graph is not None:
-        return graph
-    stored = file.stored.graph
-    sizes: dict[str, None] = {}
-    for length in stored.lengths:
-        if length.is_asked_for:
-            sizes[length.noun] = None
-    is_fixed = not has_open_batch(stored)
-    graph = trace_module(module, batch, sizes=list(sizes), fixed=is_fixed)
-    check_output(info, stored, graph)
-    return graph
 
 
 def reopen_calibration(
@@ -402,3 +318,75 @@ def _float_structure(graph: Graph) -> dict[str, tuple[Any, ...]]:
         parameters = tuple(node.params.items())
         structure[name] = (node.op, node.target, parameters, inputs)
     return structure
+
+
+def check_model(info: QuantInfo, original: Graph) -> None:
+    """Check that a model is the calibrated one.
+
+    Args:
+        info: the calibration.
+        original: the graph of the model.
+
+    Raises:
+        ResultError: naming the first layer or tensor that differs.
+    """
+    layer = fingerprint.first_difference(
+        info.header["layers"], fingerprint.layer_digests(original)
+    )
+    if layer is not None:
+        raise ResultError(
+            f"the model is not the calibrated one: layer {layer} differs",
+            help="calibrate this model first",
+        )
+    path = fingerprint.first_difference(
+        info.header["weights"], fingerprint.weight_digests(original)
+    )
+    if path is not None:
+        owner = path
+        for node in reversed(original.nodes):
+            if path in node.params.values():
+                owner = node.name
+        raise ResultError(
+            f"the weights are not those that were calibrated: {path} of layer {owner} differs",
+            help="calibrate again, or give the weights that were calibrated",
+        )
+
+
+def check_plan(info: QuantInfo, config: ResolvedConfig, plan: Plan) -> Plan:
+    """Return a plan with its joins quantized as in the calibration.
+
+    Args:
+        info: the calibration.
+        config: of this run.
+        plan: made from this config.
+
+    Raises:
+        ResultError: the config is not the calibrated one. The first setting or layer that
+            differs is named.
+    """
+    plan = with_decisions(plan, stored_joins(info.header))
+    for difference in _differences(info, config, plan.tensors):
+        raise ResultError(
+            f"the config is not the calibrated one: {difference}",
+            help="calibrate with this config first, or leave out <--config_file>",
+        )
+    return plan
+
+
+def _differences(
+    info: QuantInfo, config: ResolvedConfig, planned: Mapping[tuple[str, str], Any]
+) -> Iterator[str]:
+    """Yield sentences about settings and tensors that differ from those of the calibration."""
+    for name, stored in info.header["settings"].items():
+        present = getattr(config.settings, name)
+        if present != stored:
+            yield f"{name} is {present!r}, calibrated with {stored!r}"
+    algorithms = [algorithm_entry(algorithm.settings) for algorithm in config.algorithms]
+    if algorithms != info.header["algorithms"]:
+        yield "its algorithms differ"
+    calibrated = info.solution.tensors
+    for key in [*planned, *calibrated]:
+        is_in_both = key in planned and key in calibrated
+        if not is_in_both or planned[key].spec != calibrated[key].spec:
+            layer, role = key
+            yield f"{role} of layer {layer} differs"

@@ -314,10 +314,8 @@ def calibrated(request: CalibrationRequest, *, must_resume: bool) -> Calibration
         QuantizerError: the calibration failed.
     """
     checkpoints = request.checkpoints
-    is_optional = isinstance(checkpoints, Checkpoints) and not must_resume
-    if not is_optional or not request.ranks.is_alone:
+    if must_resume or not isinstance(checkpoints, Checkpoints) or not request.ranks.is_alone:
         return steps.run_calibration(request)
-    assert isinstance(checkpoints, Checkpoints)
     checkpoints.resume = checkpoints.exist()
     try:
         return steps.run_calibration(request)

@@ -2,8 +2,8 @@
 
 import json
 import re
-from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass, fields
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from quantizer.calibration.solution import Solution
 from quantizer.config.forms.form import missing_of_results, remedy
 from quantizer.config.model import Settings
 from quantizer.config.typed_fields import fits
-from quantizer.errors import ResultError
+from quantizer.errors import DAMAGE_ERRORS, ResultError
 from quantizer.nn.load import INFO_FILE as INFO_FILE
 from quantizer.plan.model import JoinDecision, JoinPlan, Key
 from quantizer.plugins import plugin_steps
@@ -68,6 +68,7 @@ FILES_OF_TESTS = (
     "export/verify.json",
 )
 """All files about one calibration that are removed when another one replaces it."""
+_REPORT_INPUTS = (INFO_FILE, PLAN_FILE, STATISTICS_FILE, ALGORITHMS_FILE)
 _CALIBRATE_AGAIN = "run <--quant_mode calib> again"
 _CALIBRATION_KEY = "calibration"
 _CHECKSUM_KEY = "checksum"
@@ -135,7 +136,7 @@ class OpenedResults:
             for key in (_CALIBRATION_KEY, _CHECKSUM_KEY):
                 commands.pop(key, None)
             is_about_this = self.with_checksum(commands) == stored
-        except (ResultError, LookupError, TypeError, ValueError, AttributeError):
+        except (ResultError, *DAMAGE_ERRORS):
             return {}
         if is_about_this and fits(commands, dict[str, list[str]]):
             return commands
@@ -191,9 +192,7 @@ class QuantInfo(OpenedResults):
     @property
     def settings(self) -> Settings:
         """Return the global settings of the calibration."""
-        names = {field.name for field in fields(Settings)} - {"places"}
-        stored = self.header["settings"]
-        return Settings(**{name: stored[name] for name in stored if name in names})
+        return Settings(**self.header["settings"])
 
 
 def why_statistics_insufficient(header: Mapping[str, Any], purpose: str) -> Iterator[str]:
@@ -245,14 +244,7 @@ def read_info(folder: Path) -> QuantInfo:
     try:
         solution = solution_of(opened.files, opened.header, opened.entries)
         return QuantInfo(opened.files, opened.header, opened.entries, solution)
-    except (
-        KeyError,
-        TypeError,
-        ValueError,
-        AttributeError,
-        RuntimeError,
-        OverflowError,
-    ) as error:
+    except DAMAGE_ERRORS as error:
         raise _calibrate_again(
             f"{opened.path} is damaged: {type(error).__name__}: {error}"
         ) from error
@@ -283,16 +275,12 @@ def open_results(folder: Path) -> OpenedResults:
     return OpenedResults(files, content["header"], content["tensors"])
 
 
-def open_written(folder: Path, names: Collection[str]) -> OpenedResults:
-    """Open some files of a calibration that this process has just written, while it holds the
-    lock.
+def open_written(folder: Path) -> OpenedResults:
+    """Open what a report reads of a calibration that this process has just written, while it
+    holds the lock.
 
     The content of quant_info.json is not validated again. For a large network this takes as
     long as writing it.
-
-    Args:
-        folder: the result folder.
-        names: of the files to open. quant_info.json is always opened.
 
     Raises:
         ResultError: a file is missing or damaged.
@@ -300,7 +288,7 @@ def open_written(folder: Path, names: Collection[str]) -> OpenedResults:
 
     def read_some_digests(index: OpenFile) -> Mapping[str, str]:
         digests = _read_digests(index)
-        return {name: digests[name] for name in digests if name in (INFO_FILE, *names)}
+        return {name: digests[name] for name in digests if name in _REPORT_INPUTS}
 
     optional = (*FINDINGS_FILES, RUN_FILE)
     files = open_files(folder, RESULT_SET_KIND, read_some_digests, optional)

@@ -3,57 +3,22 @@
 """
 
 import errno
-import hashlib
-import json
 from collections.abc import Collection, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from quantizer.errors import ResultError
 from quantizer.storage.files import cannot_use, cannot_write
-from quantizer.storage.folder_list import is_digest, is_name
 from quantizer.storage.opened_files import OpenedFiles
 from quantizer.storage.owned_folder import OwnedFolder
 from quantizer.storage.ownership import mark, owned, owner_of, require_ownable
 
 READ_ONLY_ERRNOS = (errno.EROFS, errno.EACCES, errno.EPERM)
 """The errors of the system for a disk, a folder or a file that cannot be written."""
-_EARLIER_INDEXES = (
-    ("checksums.json", "quant_info.json"),
-    ("quantizer.json", "model.safetensors"),
-)
-"""The indexes of the folders that versions before 0.20 have written, each with a file that it
-lists.
-"""
 
 
 class ReadOnlyError(ResultError):
     """The folder can be read but not written."""
-
-
-def _earlier_files(folder: Path) -> dict[str, str]:
-    """Return the sha256 of the files that a version before 0.20 has written to a folder, as far
-    as an index lists them; nothing if there is no index.
-    """
-    for index, listed in _EARLIER_INDEXES:
-        place = folder / index
-        if not place.is_file() or place.is_symlink():
-            continue
-        content = place.read_bytes()
-        files = _listed_files(content)
-        if listed in files:
-            return {**files, index: hashlib.sha256(content).hexdigest()}
-    return {}
-
-
-def _listed_files(content: bytes) -> dict[str, str]:
-    """Return the sha256 of each file in an index, or nothing if it is none."""
-    try:
-        files = json.loads(content)["files"]
-        is_sound = all(is_name(name) and is_digest(files[name]) for name in files)
-    except (ValueError, LookupError, TypeError, RecursionError):
-        return {}
-    return dict(files) if is_sound and isinstance(files, dict) else {}
 
 
 def require_result_folder(folder: Path) -> None:
@@ -64,7 +29,7 @@ def require_result_folder(folder: Path) -> None:
         ResultError: it cannot be read.
     """
     with _refusals(folder):
-        require_ownable(folder, _earlier_files)
+        require_ownable(folder)
 
 
 def mark_result_folder(folder: Path) -> None:
@@ -75,7 +40,7 @@ def mark_result_folder(folder: Path) -> None:
         ResultError: it cannot be made.
     """
     with _refusals(folder):
-        mark(folder, _earlier_files)
+        mark(folder)
 
 
 @contextmanager
@@ -102,7 +67,7 @@ def locked(folder: Path) -> Iterator[OwnedFolder]:
     """
     with ExitStack() as stack:
         with _refusals(folder):
-            place = stack.enter_context(owned(folder, _earlier_files))
+            place = stack.enter_context(owned(folder))
         yield place
 
 

@@ -20,8 +20,8 @@ from quantizer.nn.load import (
 from quantizer.nn.network import Network
 from quantizer.numerics.formats import has_minimum
 from quantizer.plugins import plugin_steps
+from quantizer.storage.files import deferred_shards
 from quantizer.storage.opened_files import OpenedFiles
-from quantizer.storage.tensor_shards import deferred_shards
 
 _RESCALED = "rescaled.safetensors"
 """The file with the float parameters that algorithms have rescaled, by `<module>.<parameter>`.
@@ -128,23 +128,16 @@ def solution_of(
         )
         insertions.append(insertion)
     replaced = header["replaced"]
+    steps = [step.keeps for step in plugin_steps()]
+    kept = {name: header[name] for name in steps if header.get(name)}
     return Solution(
         tensors,
         weights=_parameters(replaced, "weights", stored),
         corrections=files[CORRECTIONS],
         insertions=tuple(insertions),
         rescaled=_parameters(replaced, "rescaled", {**stored, **files[_RESCALED]}),
-        kept=_kept(header),
+        kept=kept,
     )
-
-
-def _kept(header: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what the steps of a calibration kept, by name."""
-    kept = {}
-    for step in plugin_steps():
-        if header.get(step.keeps):
-            kept[step.keeps] = header[step.keeps]
-    return kept
 
 
 def _parameters(

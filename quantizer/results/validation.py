@@ -22,6 +22,8 @@ from quantizer.tables import NUMBER_FORMATS
 _MAX_INPUT_VALUES = 1 << 31
 _SPEC_HINTS = get_type_hints(QuantizationSpec)
 """The types of the fields of a spec. Evaluating them takes longer than checking one spec."""
+_SETTINGS_HINTS = get_type_hints(Settings)
+del _SETTINGS_HINTS["places"]
 _SIMPLE_SCHEMAS: list[tuple[dict[str, str], set[type]]] = [
     ({"type": "number"}, {int, float}),
     ({"type": "integer"}, {int}),
@@ -39,7 +41,9 @@ def check_content(content: Any, path: Path) -> None:
     """
     _check_schema(content, path, "quant_info.schema.json")
     header = content["header"]
-    _check_settings(header["settings"], path)
+    fault = _field_fault(header["settings"], _SETTINGS_HINTS)
+    if fault is not None:
+        raise damaged(path, "header/settings", fault)
     for index, shape in enumerate(header["inputs"]):
         sizes = [size or 1 for size in shape or ()]
         if math.prod(sizes) > _MAX_INPUT_VALUES:
@@ -55,22 +59,17 @@ def check_content(content: Any, path: Path) -> None:
                 raise damaged(path, f"tensors/{layer}/{role}", fault)
 
 
-def _check_settings(settings: Mapping[str, Any], path: Path) -> None:
-    """Check that settings have the names and types of the fields of `Settings`.
-
-    Raises:
-        ResultError: naming the first that does not.
+def _field_fault(values: Mapping[str, Any], hints: Mapping[str, Any]) -> str | None:
+    """Return what is wrong with the values of a dataclass by name, or None if they have the
+    names and types of its fields.
     """
-    hints = get_type_hints(Settings)
-    del hints["places"]
-    unexpected = sorted(settings.keys() ^ hints.keys())
+    unexpected = sorted(values.keys() ^ hints.keys())
     if unexpected:
-        why = f"it lacks or has {first_names(unexpected)}"
-        raise damaged(path, "header/settings", why)
-    for name, value in settings.items():
+        return f"it lacks or has {first_names(unexpected)}"
+    for name, value in values.items():
         if not fits(value, hints[name]):
-            why = f"{value!r} is not a value of this setting"
-            raise damaged(path, f"header/settings/{name}", why)
+            return f"{value!r} is not a valid {name}"
+    return None
 
 
 def checked_json(file: OpenFile) -> Any:
@@ -170,12 +169,9 @@ def spec_fault(fields: Mapping[str, Any], role: str) -> str | None:
     """Return why these cannot be the fields of a spec for a tensor in a role, or None if they
     can.
     """
-    unexpected = sorted(fields.keys() ^ _SPEC_HINTS.keys())
-    if unexpected:
-        return f"its spec lacks or has {first_names(unexpected)}"
-    for name, value in fields.items():
-        if not fits(value, _SPEC_HINTS[name]):
-            return f"{value!r} is not a valid {name}"
+    fault = _field_fault(fields, _SPEC_HINTS)
+    if fault is not None:
+        return fault
     spec = QuantizationSpec(**fields)
     return _format_fault(spec) or _granularity_fault(spec, role) or _rule_fault(spec, role)
 

@@ -17,7 +17,7 @@ from quantizer.calibration.observing import Calibration
 from quantizer.calibration.solution import Solution, encode_parameters, writes_inplace
 from quantizer.config.forms.resolved import resolved_document
 from quantizer.config.model import ResolvedConfig
-from quantizer.errors import ResultError, UsageError
+from quantizer.errors import DAMAGE_ERRORS, ResultError, UsageError
 from quantizer.graph.edits import with_weights
 from quantizer.graph.emit import emit
 from quantizer.graph.ir import Graph
@@ -52,10 +52,10 @@ from quantizer.storage.files import (
     sha256,
     write_bytes,
     write_json,
+    write_shards,
     write_tensors,
 )
 from quantizer.storage.opened_files import json_digest
-from quantizer.storage.tensor_shards import write_shards
 
 _NAMES_OF_CALIBRATION = (
     INFO_FILE,
@@ -88,7 +88,7 @@ def check_owner(folder: Path, model: str, *, overwrite: bool) -> None:
         return
     try:
         owner = read_json(folder / INFO_FILE)["header"]["model"]
-    except (ResultError, KeyError, TypeError):
+    except (ResultError, *DAMAGE_ERRORS):
         # Such results are damaged, so nobody needs them
         return
     if owner != model:
@@ -171,13 +171,15 @@ def write_results(
         if solution.algorithms:
             path = new_folder / ALGORITHMS_FILE
             files[ALGORITHMS_FILE] = write_json(path, solution.algorithms)
+        settings = asdict(config.settings)
+        del settings["places"]
         header = {
             "format": RESULT_FORMAT,
             "model": graph.model,
             "quantizer": quantizer.__version__,
             "torch": torch.__version__,
             "threads": torch.get_num_threads(),
-            "settings": _settings_entry(config),
+            "settings": settings,
             "batches": calibration.batches,
             "inputs": fingerprint.input_shapes(original),
             "call": fingerprint.input_call_paths(original),
@@ -188,13 +190,6 @@ def write_results(
             **header_of(network, solution),
         }
         write_info(new_folder, header, _tensor_entries(calibration, modules, solution))
-
-
-def _settings_entry(config: ResolvedConfig) -> dict[str, Any]:
-    """Return the entry of the header with the global settings of a config."""
-    settings = asdict(config.settings)
-    del settings["places"]
-    return settings
 
 
 def write_info(folder: Path, header: Mapping[str, Any], entries: Mapping[str, Any]) -> None:
@@ -325,27 +320,21 @@ def scale_positions(scale: Tensor) -> Any:
 def _joins_entries(
     calibration: Calibration, modules: Mapping[str, str], solution: Solution
 ) -> dict[str, Any]:
-    """Return the entries of all joins in the header, by the name of the join."""
+    """Return the entries of all joins in the header, by the name of the join.
+
+    The entries of tensors that a join leaves unquantized say how they would be quantized:
+    `retune` may decide otherwise for the join.
+    """
     entries: dict[str, Any] = {}
     for name, decision in solution.joins.items():
-        left = _left_entries(calibration, modules, decision)
+        left: dict[str, dict[str, Any]] = {}
+        for key in decision.left:
+            layer, role = key
+            unscaled = QuantizedTensor(calibration.plan.left[key].spec)
+            tensor = unscaled.with_qparams(calibration.observers[key].qparams())
+            left.setdefault(layer, {})[role] = _entry(calibration, modules, key, tensor)
         entries[name] = joins_entry(decision, left)
     return entries
-
-
-def _left_entries(
-    calibration: Calibration, modules: Mapping[str, str], decision: JoinDecision
-) -> dict[str, dict[str, Any]]:
-    """Return entries of the tensors that a join leaves unquantized. They say how the tensors
-    would be quantized: `retune` may decide otherwise for the join.
-    """
-    left: dict[str, dict[str, Any]] = {}
-    for key in decision.left:
-        layer, role = key
-        unscaled = QuantizedTensor(calibration.plan.left[key].spec)
-        tensor = unscaled.with_qparams(calibration.observers[key].qparams())
-        left.setdefault(layer, {})[role] = _entry(calibration, modules, key, tensor)
-    return left
 
 
 def joins_entry(

@@ -1,5 +1,5 @@
-"""Find which arguments of `forward` the tensors of a batch fill, and whether the last tensor is
-the target.
+"""The arguments of `forward`: which of them the tensors of a batch fill, whether the last
+tensor is the target, which positions are padding, and inputs of other shapes.
 """
 
 import inspect
@@ -9,11 +9,21 @@ from dataclasses import asdict, dataclass
 from itertools import takewhile
 from typing import Any
 
+import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from quantizer.config.wording import closest_word, counted
-from quantizer.errors import BatchError
+from quantizer.errors import BatchError, DataError
 
+DEFAULT_SEQ_LEN = 512
+"""Tokens of a sample of text."""
+MASK = "attention_mask"
+_TEXT_PREFIXES = ("decoder_", "encoder_", "")
+"""How the names of the arguments of one text begin. The empty one is for all other names."""
+InputShapes = Sequence[Sequence[int | None] | None]
+"""The shape of each input, with None for the batch size. An input that is not a tensor is None.
+"""
 TARGET_NAMES = ("y", "target", "label", "labels")
 _UNLIMITED = 1 << 30
 _NO_TENSOR = re.compile(r"\b(bool|int|float|str)\b")
@@ -220,3 +230,128 @@ def filled_arguments(
     if target is None or kwargs or not free:
         return FilledArguments(tuple(names), target is not None)
     return FilledArguments(tuple(names), True, free[0], doubtful=not is_one_per_sample(target))
+
+
+def example_input(module: nn.Module, seq_len: int) -> dict[str, Tensor]:
+    """Return one sample of the right shape: token ids 0, 1, 2, … or black pixels.
+
+    Args:
+        module: the model.
+        seq_len: the number of tokens. It is limited to the positions of the model.
+
+    Raises:
+        DataError: the model takes neither tokens nor pixels.
+    """
+    config: Any = getattr(module, "config", None)
+    name = getattr(module, "main_input_name", "input_ids")
+    if name == "input_ids" and isinstance(getattr(config, "vocab_size", None), int):
+        length = min(seq_len, longest_window(module) or seq_len)
+        ids = torch.arange(length)[None] % config.vocab_size
+        inputs = {name: ids}
+        if config.is_encoder_decoder:
+            inputs["decoder_input_ids"] = ids
+        return inputs
+    size = getattr(config, "image_size", None)
+    if name == "pixel_values" and size is not None:
+        height, width = (size, size) if isinstance(size, int) else size
+        channels = getattr(config, "num_channels", 3)
+        dtype = next(module.parameters()).dtype
+        return {name: torch.zeros(1, channels, height, width, dtype=dtype)}
+    raise DataError(
+        f"{type(module).__name__} does not state the shape of its input", help="give <--data>"
+    )
+
+
+def longest_window(module: nn.Module) -> int | None:
+    """Return the number of positions of a Hugging Face model, if its config has it."""
+    config = getattr(module, "config", None)
+    positions = getattr(config, "max_position_embeddings", None)
+    if isinstance(positions, int) and positions > 0:
+        return positions
+    return None
+
+
+def text_prefix(name: str) -> str:
+    """Return how the names of all arguments of the same text begin.
+
+    >>> text_prefix("decoder_input_ids"), text_prefix("input_ids")
+    ('decoder_', '')
+    """
+    return next(text for text in _TEXT_PREFIXES if name.startswith(text))
+
+
+def included_positions(mask: Any) -> Tensor | None:
+    """Return whether a mask includes each position, bool [batch, positions].
+
+    None means that it excludes none, or is not a mask of zeros and ones.
+    """
+    if not isinstance(mask, Tensor) or mask.dim() != 2 or mask.dtype.is_floating_point:
+        return None
+    if bool(mask.all()):
+        return None
+    is_binary = (mask == 0) | (mask == 1)
+    return mask.bool() if bool(is_binary.all()) else None
+
+
+def call_with_shapes(
+    args: tuple[Any, ...], kwargs: Mapping[str, Any], shapes: InputShapes
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """Return a call with zeros of other shapes instead of its tensors.
+
+    Return None if there are not as many shapes as inputs.
+    """
+    keywords = dict(kwargs)
+    leaves, structure = pytree.tree_flatten((args, keywords))
+    if len(leaves) != len(shapes):
+        return None
+    resized: list[Any] = []
+    for leaf, shape in zip(leaves, shapes, strict=True):
+        if isinstance(leaf, Tensor) and shape is not None:
+            samples = 1
+            if None in shape:
+                samples = leaf.shape[shape.index(None)]
+            sizes = with_batch_size(shape, samples)
+            resized.append(leaf.new_zeros(sizes))
+        else:
+            resized.append(leaf)
+    resized_args, resized_kwargs = pytree.tree_unflatten(resized, structure)
+    return resized_args, resized_kwargs
+
+
+def with_batch_size(shape: Sequence[int | None], batch_size: int) -> list[int]:
+    """Return a shape with the batch size instead of None."""
+    sizes: list[int] = []
+    for size in shape:
+        if size is None:
+            sizes.append(batch_size)
+        else:
+            sizes.append(size)
+    return sizes
+
+
+def window_length(shapes: InputShapes) -> int | None:
+    """Return the number of tokens s if the only input has the shape [b, s], else None."""
+    if len(shapes) != 1 or shapes[0] is None or len(shapes[0]) != 2:
+        return None
+    length = shapes[0][1]
+    # An input [b, 1] is one number per sample, not a text
+    return None if length == 1 else length
+
+
+def shapes_text(shapes: InputShapes) -> str:
+    """Return the shapes of inputs with the batch size as b.
+
+    >>> shapes_text([[None, 3, 8, 8], [None, 4]])
+    '[b, 3, 8, 8] and [b, 4]'
+    """
+    texts: list[str] = []
+    for shape in shapes:
+        if shape is None:
+            continue
+        sizes: list[str] = []
+        for size in shape:
+            text = "b" if size is None else str(size)
+            sizes.append(text)
+        joined = ", ".join(sizes)
+        texts.append(f"[{joined}]")
+    return " and ".join(texts)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import PurePath
@@ -14,7 +14,14 @@ from torch import Tensor
 
 from quantizer.config.wording import a_kind
 from quantizer.errors import BatchError, DataError
-from quantizer.sources.arguments import Arguments, FilledArguments, filled_arguments
+from quantizer.sources.arguments import (
+    MASK,
+    Arguments,
+    FilledArguments,
+    filled_arguments,
+    included_positions,
+    text_prefix,
+)
 from quantizer.sources.tensor_kinds import PLAIN_TENSORS_HELP, dtype_name, unsupported_reason
 
 UNSCORED = -100
@@ -104,6 +111,20 @@ class Batch:
     def detached(self) -> Batch:
         """Return the batch with tensors that need no gradients and are not negated views."""
         return self._map(lambda tensor: tensor.detach().resolve_neg())
+
+    def with_included(self, names: Sequence[str]) -> Batch:
+        """Return a batch of test data that knows which of its positions are padding.
+
+        A call with several texts keeps all of its positions, because an output may be of any
+        text.
+
+        Args:
+            names: of the model's positional arguments.
+        """
+        arguments = {**dict(zip(names, self.args, strict=False)), **self.kwargs}
+        if len(set(map(text_prefix, arguments))) > 1:
+            return self
+        return replace(self, included=included_positions(arguments.get(MASK)))
 
     def first(self, count: int) -> Batch:
         """Return the first `count` samples."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
-import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -17,20 +16,26 @@ from torch import nn
 from quantizer.declarations import DataKind
 from quantizer.distributed import Ranks
 from quantizer.errors import BatchError, DataError, UsageError
+from quantizer.graph.ir import Graph
 from quantizer.plugins import loaded
 from quantizer.sources.arguments import (
+    MASK,
     UNKNOWN_ARGUMENTS,
     Arguments,
     FilledArguments,
     arguments_of,
 )
 from quantizer.sources.batches import Batch, Fingerprint
-from quantizer.sources.kinds import NamedData, check_options, find_files
-from quantizer.sources.repeated_passes import RepeatedPasses
+from quantizer.sources.kinds import NamedData, check_options, find_files, shape_of_spec
 from quantizer.sources.tensor_kinds import count_not_finite
 from quantizer.sources.user_code import require_callable
-from quantizer.sources.user_data import call_once_if_list, load_python_source, user_batches
-from quantizer.storage.allocator import TRIM_AFTER_GROWTH, trim_heap
+from quantizer.sources.user_data import (
+    RepeatedPasses,
+    call_once_if_list,
+    load_python_source,
+    user_batches,
+)
+from quantizer.storage.process_memory import TRIM_AFTER_GROWTH, trim_heap
 
 EXAMPLE_STAMP = "an example input, not of real data"
 """What reports say if an example input takes the place of data."""
@@ -119,6 +124,44 @@ class Batches:
         if self.open_shapes is None:
             return self
         return replace(self, open_pass=self.open_shapes)
+
+    def without_padding(self, graph: Graph | None) -> Iterator[Batch]:
+        """Yield the batches of a pass without padding. The parts of a batch have its number.
+
+        The attention mask is the argument `attention_mask`, [batch, positions], of integers 0
+        and 1 or booleans. `decoder_attention_mask` and `encoder_attention_mask` are those of
+        other texts of the same call. A batch without padding keeps its tensors. If it is not
+        sure where the positions are, the batch keeps its padding, with a warning.
+
+        Args:
+            graph: the trace that the batches will run through. It says where the positions of
+                a mask are. None for a model without a trace: then sizes say it.
+
+        Raises:
+            BatchError: a mask excludes all positions of a batch.
+        """
+        names = self.arguments.names
+        for number, batch in enumerate(self):
+            numbered = replace(batch, number=number)
+            if not any(name.endswith(MASK) for name in (*names, *batch.kwargs)):
+                yield numbered
+                continue
+            # Only batches with masks need it
+            from quantizer.sources.padding import parts_without_padding
+
+            yield from parts_without_padding(numbered, names, graph, self._warn_of_padding)
+
+    def _warn_of_padding(self, batch: Batch, reason: str) -> None:
+        """Warn that padding stays, once for each reason in all passes."""
+        if reason not in self.warnings:
+            self.warnings.add(reason)
+            _logger.warning(
+                "batch %s of %s: its padding counts in the statistics, as %s (give sequences "
+                "of one length)",
+                batch.number,
+                self.label,
+                reason,
+            )
 
     def require_same(self, ranks: Ranks) -> None:
         """Check, after a complete pass, that all ranks have read the batches of rank 0.
@@ -319,25 +362,6 @@ def _user_data(source: Any, label: str, arguments: Arguments, seed: int) -> Batc
 
     batches = Batches(open_pass, label)
     return batches
-
-
-def shape_of_spec(spec: str) -> tuple[int, list[int]]:
-    """Return the number of samples of `random:NxCxHxW` or `synthetic:NxCxHxW`, and the shape of
-    one.
-
-    Raises:
-        UsageError: the text is not of this form, or a sample is too large.
-    """
-    kind, _, size = spec.partition(":")
-    if not re.fullmatch(r"[1-9]\d{0,8}(x[1-9]\d{0,8})+", size):
-        raise UsageError(
-            f"{spec!r} is not {kind}:NxCxHxW", help=f"for example {kind}:32x3x224x224"
-        )
-    samples, *shape = map(int, size.split("x"))
-    values = math.prod(shape)
-    if values > 2**31:
-        raise UsageError(f"one sample of {spec} has {values} values, more than 2^31")
-    return samples, shape
 
 
 def _random_data(spec: str, size: int, seed: int) -> Batches:

@@ -15,44 +15,10 @@ from quantizer.errors import ModelError, QuantizerError, UsageError
 from quantizer.plugins import plugins
 from quantizer.sources.user_code import UserModule
 
-_LOWER_WORDS = frozenset(
-    [
-        "perplexity",
-        "ppl",
-        "loss",
-        "nll",
-        "mae",
-        "mse",
-        "rmse",
-        "mape",
-        "wer",
-        "cer",
-        "eer",
-        "fid",
-    ]
-)
-_HIGHER_WORDS = frozenset(
-    [
-        "accuracy",
-        "acc",
-        "topn",
-        "precision",
-        "recall",
-        "f1",
-        "map",
-        "iou",
-        "miou",
-        "dice",
-        "auc",
-        "auroc",
-        "ndcg",
-        "mrr",
-        "bleu",
-        "rouge",
-        "psnr",
-        "ssim",
-    ]
-)
+_LOWER_WORDS = "perplexity ppl loss nll mae mse rmse mape wer cer eer fid"
+_HIGHER_WORDS = """
+accuracy acc topn precision recall f1 map iou miou dice auc auroc ndcg mrr bleu rouge psnr ssim
+"""
 _REVERSING_WORDS = frozenset(["neg", "negative", "negated", "inverse", "inv", "minus"])
 """Words that reverse the meaning of a name: `neg_mse` is better when it is higher."""
 _DECLARATIONS = ("LOWER_IS_BETTER", "HIGHER_IS_BETTER")
@@ -164,8 +130,8 @@ class Directions:
         # Less of any loss is better
         if words[-1:] == ["loss"]:
             return True
-        is_lower = not _LOWER_WORDS.isdisjoint(words)
-        is_higher = not _HIGHER_WORDS.isdisjoint(words)
+        is_lower = not set(_LOWER_WORDS.split()).isdisjoint(words)
+        is_higher = not set(_HIGHER_WORDS.split()).isdisjoint(words)
         return None if is_lower == is_higher else is_lower
 
     def of_figure(self, figure: str, metrics: Collection[str]) -> bool | None:

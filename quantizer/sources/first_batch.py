@@ -27,7 +27,8 @@ def try_first_batch(module: nn.Module, batch: Batch) -> None:
         DataError: it cannot run at all, so the batch does not fit the model.
         ModelError: it would end the process.
     """
-    what = f"running the model on the first batch ({', '.join(map(_shown, _tensors(batch)))})"
+    shown = ", ".join(_shown(tensor) for _, tensor in batch.tensors())
+    what = f"running the model on the first batch ({shown})"
     with torch.random.fork_rng(), torch.no_grad(), user_exits(what, ModelError):
         try:
             module(*batch.args, **batch.kwargs)
@@ -37,20 +38,13 @@ def try_first_batch(module: nn.Module, batch: Batch) -> None:
         except Exception as cause:
             remedies = [*_remedies(module, batch, cause), *frames_of(cause)]
             message = user_error(what, cause, DataError).message
-            raise DataError(_first_sentence(message), help=remedies) from cause
-
-
-def _tensors(batch: Batch) -> list[Tensor]:
-    return [tensor for _, tensor in batch.tensors()]
+            # torch appends a list of signatures to some errors
+            text = message.partition(", but expected one of:")[0]
+            raise DataError(text, help=remedies) from cause
 
 
 def _shown(tensor: Tensor) -> str:
     return f"{list(tensor.shape)} {dtype_name(tensor.dtype)}"
-
-
-def _first_sentence(message: str) -> str:
-    """Return a message without the list of signatures that torch appends to some errors."""
-    return message.partition(", but expected one of:")[0]
 
 
 def _remedies(module: nn.Module, batch: Batch, cause: Exception) -> Iterator[str]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import glob
+import math
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -129,6 +131,25 @@ def find_files(spec: str) -> tuple[DataKind | None, list[Path]]:
             help=f"name one kind, for example {pattern}",
         )
     return kinds[name], matching
+
+
+def shape_of_spec(spec: str) -> tuple[int, list[int]]:
+    """Return the number of samples of `random:NxCxHxW` or `synthetic:NxCxHxW`, and the shape of
+    one.
+
+    Raises:
+        UsageError: the text is not of this form, or a sample is too large.
+    """
+    kind, _, size = spec.partition(":")
+    if not re.fullmatch(r"[1-9]\d{0,8}(x[1-9]\d{0,8})+", size):
+        raise UsageError(
+            f"{spec!r} is not {kind}:NxCxHxW", help=f"for example {kind}:32x3x224x224"
+        )
+    samples, *shape = map(int, size.split("x"))
+    values = math.prod(shape)
+    if values > 2**31:
+        raise UsageError(f"one sample of {spec} has {values} values, more than 2^31")
+    return samples, shape
 
 
 def check_options(kind: DataKind | None, options: Iterable[str]) -> None:

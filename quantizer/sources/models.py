@@ -91,7 +91,6 @@ class LoadedModel:
 
     Args:
         module: the model.
-        name: the class name of `module`.
         calibration_data: returns a `source` of `load_batches`.
         evaluation_data: the same, for evaluation; by default `calibration_data`.
         evaluate: the user's function.
@@ -102,13 +101,17 @@ class LoadedModel:
     """
 
     module: nn.Module
-    name: str
     calibration_data: Callable[[], Any] | None = None
     evaluation_data: Callable[[], Any] | None = None
     evaluate: Evaluate | None = None
     directions: Directions = BY_NAME
     tokenizer: Path | UserFunction | None = None
     example: Callable[[int], Any] | None = None
+
+    @property
+    def name(self) -> str:
+        """Return the class name of the model."""
+        return type(self.module).__name__
 
 
 def load_model(
@@ -137,7 +140,7 @@ def load_model(
         raise ModelError(reason.format(path=path), help=remedy.format(path=path))
     if suffix == ".pt2":
         module = _from_pt2(path, trust)
-        loaded = LoadedModel(module, type(module).__name__)
+        loaded = LoadedModel(module)
     elif suffix == ".py":
         loaded = _from_python(spec)
     else:
@@ -233,14 +236,14 @@ def _from_python(spec: str) -> LoadedModel:
     if function is not None:
         evaluate = Evaluate(_checked_evaluate(user, function), directions)
     calibration_data = _getter(user, "calibration_data")
+    tokenizer = _getter(user, "tokenizer")
     return LoadedModel(
         module=module,
-        name=type(module).__name__,
         calibration_data=calibration_data,
         evaluation_data=_getter(user, "evaluation_data") or calibration_data,
         evaluate=evaluate,
         directions=directions,
-        tokenizer=_tokenizer_of(user),
+        tokenizer=tokenizer and UserFunction(tokenizer, f"tokenizer() of {user.label}"),
         example=_example_of(user),
     )
 
@@ -313,11 +316,6 @@ def _getter(user: UserModule, name: str) -> Callable[[], Any] | None:
         return source
 
     return value
-
-
-def _tokenizer_of(user: UserModule) -> UserFunction | None:
-    tokenizer = _getter(user, "tokenizer")
-    return tokenizer and UserFunction(tokenizer, f"tokenizer() of {user.label}")
 
 
 def _example_of(user: UserModule) -> Callable[[int], Any] | None:

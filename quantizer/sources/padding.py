@@ -7,10 +7,8 @@ algorithm has to know of masks. An excluded position between two tokens stays.
 A call may have several texts, such as those of an encoder and a decoder, with a mask each.
 """
 
-import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import Any
 
 from torch import Tensor
@@ -18,14 +16,9 @@ from torch.utils import _pytree as pytree
 
 from quantizer.errors import BatchError
 from quantizer.graph.ir import Graph
+from quantizer.sources.arguments import MASK, included_positions, text_prefix
 from quantizer.sources.batches import Batch
-from quantizer.sources.data import Batches
 
-logger = logging.getLogger(__name__)
-
-_MASK = "attention_mask"
-_TEXT_PREFIXES = ("decoder_", "encoder_", "")
-"""How the names of the arguments of one text begin. The empty one is for all other names."""
 _EMBEDDINGS = ("inputs_embeds", "hidden_states")
 """Floating-point arguments [batch, positions, width] of a text."""
 _IMAGE_RANK = 4
@@ -49,61 +42,39 @@ class _Positions:
     least: int = 1
 
 
-def without_padding(batches: Batches, graph: Graph | None) -> Iterator[Batch]:
-    """Yield the batches of a pass without padding. The parts of a batch have its number.
-
-    The attention mask is the argument `attention_mask`, [batch, positions], of integers 0 and 1
-    or booleans. `decoder_attention_mask` and `encoder_attention_mask` are those of other texts
-    of the same call. A batch without padding keeps its tensors. If it is not sure where the
-    positions are, the batch keeps its padding, with a warning.
-
-    Args:
-        batches: the data, and the names of the model's arguments.
-        graph: the trace that the batches will run through. It says where the positions of a
-            mask are. None for a model without a trace: then sizes say it.
-
-    Raises:
-        BatchError: a mask excludes all positions of a batch.
-    """
-    for number, batch in enumerate(batches):
-        numbered = replace(batch, number=number)
-        call = _PaddedCall(numbered, batches, graph)
-        yield from call.parts()
-
-
-def with_included(batch: Batch, names: Sequence[str]) -> Batch:
-    """Return a batch that knows which of its positions are padding.
-
-    A call with several texts keeps all of its positions, because an output may be of any text.
-
-    Args:
-        batch: of test data.
-        names: of the model's positional arguments.
-    """
-    arguments: dict[str, Any] = {}
-    for name, value in zip(names, batch.args, strict=False):
-        arguments[name] = value
-    arguments.update(batch.kwargs)
-    texts = set(map(_text_prefix, arguments))
-    if len(texts) > 1:
-        return batch
-    mask = arguments.get(_MASK)
-    included = _included(mask)
-    return replace(batch, included=included)
-
-
-class _PaddedCall:
-    """Divides one batch.
+def parts_without_padding(
+    batch: Batch, names: Sequence[str], graph: Graph | None, warn: Callable[[Batch, str], None]
+) -> Iterator[Batch]:
+    """Yield the parts of a batch without padding; the batch itself if it has to stay as it is.
+    See `Batches.without_padding`.
 
     Args:
         batch: with its number.
-        batches: the data that it is from.
+        names: of the model's positional arguments.
         graph: the trace, if there is one.
-    """
+        warn: of a batch whose padding stays, for a reason.
 
-    def __init__(self, batch: Batch, batches: Batches, graph: Graph | None) -> None:
+    Raises:
+        BatchError: a mask excludes all positions.
+    """
+    call = _PaddedCall(batch, names, graph)
+    try:
+        yield from call.parts()
+    except _UnsureError as error:
+        warn(batch, str(error))
+        yield batch
+
+
+class _UnsureError(Exception):
+    """It is not sure where the positions of a call are. Its argument is the reason."""
+
+
+class _PaddedCall:
+    """Divides one batch; the arguments are those of `parts_without_padding`."""
+
+    def __init__(self, batch: Batch, names: Sequence[str], graph: Graph | None) -> None:
         self._batch = batch
-        self._batches = batches
+        self._names = names
         self._graph = graph
         call = (batch.args, dict(batch.kwargs))
         leaves, self._structure = pytree.tree_flatten_with_path(call)
@@ -113,8 +84,12 @@ class _PaddedCall:
             self._values[path] = value
 
     def parts(self) -> Iterator[Batch]:
-        """Yield the parts of the batch; the batch itself if it has to stay as it is."""
-        masks = self._padded_masks
+        """Yield the parts of the batch; the batch itself if it has no padding.
+
+        Raises:
+            _UnsureError: the padding has to stay.
+        """
+        masks = self._padded_masks()
         if not masks:
             yield self._batch
             return
@@ -122,19 +97,15 @@ class _PaddedCall:
         for path in masks:
             positions = self._positions(path)
             if positions is None:
-                self._warn_once(
+                raise _UnsureError(
                     "the number of its positions is fixed, or several axes may have it"
                 )
-                yield self._batch
-                return
             positions_by_mask[path] = positions
         groups = self._samples_by_spans(masks, positions_by_mask)
         count = max(map(len, masks.values()))
         is_divided = any(len(rows) < count for rows in groups.values())
         if is_divided and not self._has_samples_first(count):
-            self._warn_once("not all of its values have the samples along axis 0")
-            yield self._batch
-            return
+            raise _UnsureError("not all of its values have the samples along axis 0")
         for spans, rows in groups.items():
             values = dict(self._values)
             if is_divided:
@@ -143,16 +114,15 @@ class _PaddedCall:
                 _cut_to_span(values, positions_by_mask[mask], span)
             yield self._batch_with(values, rows)
 
-    @cached_property
     def _padded_masks(self) -> dict[_Path, Tensor]:
         """Return the masks that exclude a position, bool [batch, positions], by path."""
         masks = {}
         for path, value in self._values.items():
             name = self._name(path)
             # A path of two entries is an argument itself, not a part of one
-            if len(path) != 2 or name != _text_prefix(name) + _MASK:
+            if len(path) != 2 or name != text_prefix(name) + MASK:
                 continue
-            mask = _included(value)
+            mask = included_positions(value)
             if mask is not None:
                 masks[path] = mask
         return masks
@@ -164,8 +134,7 @@ class _PaddedCall:
         is_keyword, key = path[:2]
         if is_keyword:
             return str(key)
-        names = self._batches.arguments.names
-        return names[key] if key < len(names) else ""
+        return self._names[key] if key < len(self._names) else ""
 
     def _positions(self, mask: _Path) -> _Positions | None:
         """Return where the positions of a mask are; None if that is not sure."""
@@ -188,7 +157,7 @@ class _PaddedCall:
         """Return where the positions of a mask are in a trace; None if their number is fixed,
         or other texts share it.
         """
-        text = _text_prefix(self._name(mask))
+        text = text_prefix(self._name(mask))
         for length in graph.lengths:
             axes: dict[_Path, tuple[int, ...]] = {}
             for leaf, axis in length.axes:
@@ -197,7 +166,7 @@ class _PaddedCall:
                 axes[path] = (*before, axis)
             if axes.get(mask) != (1,):
                 continue
-            texts = {_text_prefix(self._name(path)) for path in axes}
+            texts = {text_prefix(self._name(path)) for path in axes}
             if texts == {text}:
                 return _Positions(axes, length.least)
         return None
@@ -207,12 +176,12 @@ class _PaddedCall:
         and embeddings of the mask's size. None if another axis has that size, because it may
         be one of positions, too.
         """
-        text = _text_prefix(self._name(mask))
+        text = text_prefix(self._name(mask))
         shape = self._values[mask].shape
         axes = {}
         for path, value in self._values.items():
             name = self._name(path)
-            if not isinstance(value, Tensor) or _text_prefix(name) != text:
+            if not isinstance(value, Tensor) or text_prefix(name) != text:
                 continue
             rank = value.dim()
             is_float = value.is_floating_point()
@@ -299,19 +268,6 @@ class _PaddedCall:
             raw=kwargs or args[0],
         )
 
-    def _warn_once(self, reason: str) -> None:
-        """Warn that padding stays, once for each reason in all passes."""
-        if reason in self._batches.warnings:
-            return
-        self._batches.warnings.add(reason)
-        logger.warning(
-            "batch %s of %s: its padding counts in the statistics, as %s (give sequences of "
-            "one length)",
-            self._batch.number,
-            self._batches.label,
-            reason,
-        )
-
 
 def _step(key: Any) -> Any:
     """Return the index or key of an entry of a pytree path."""
@@ -329,28 +285,6 @@ def _cut_to_span(values: dict[_Path, Any], positions: _Positions, span: _Span) -
         for axis in axes:
             value = value.narrow(axis, first, end - first)
         values[path] = value.contiguous()
-
-
-def _text_prefix(name: str) -> str:
-    """Return how the names of all arguments of the same text begin.
-
-    >>> _text_prefix("decoder_input_ids"), _text_prefix("input_ids")
-    ('decoder_', '')
-    """
-    return next(text for text in _TEXT_PREFIXES if name.startswith(text))
-
-
-def _included(mask: Any) -> Tensor | None:
-    """Return whether a mask includes each position, bool [batch, positions].
-
-    None means that it excludes none, or is not a mask of zeros and ones.
-    """
-    if not isinstance(mask, Tensor) or mask.dim() != 2 or mask.dtype.is_floating_point:
-        return None
-    if bool(mask.all()):
-        return None
-    is_binary = (mask == 0) | (mask == 1)
-    return mask.bool() if bool(is_binary.all()) else None
 
 
 def _span(row: list[bool], least: int) -> _Span | None:

@@ -151,11 +151,7 @@ def split_spec(spec: str) -> tuple[str, str | None]:
 
 @contextmanager
 def user_errors(
-    what: str,
-    error: type[QuantizerError],
-    ended: type[QuantizerError] | None = None,
-    *,
-    remedy: str | None = None,
+    what: str, error: type[QuantizerError], *, remedy: str | None = None
 ) -> Iterator[None]:
     """Turn exceptions of the user's code into `error`: "`what` raised ValueError: …", with the
     user's frames. Errors of quantizer itself and Ctrl-C pass.
@@ -163,11 +159,9 @@ def user_errors(
     Args:
         what: names the code that runs.
         error: the error to raise.
-        ended: the error for exceptions that would end the process, such as `sys.exit()`;
-            `error` if None.
         remedy: what to do about an error without frames of the user's.
     """
-    with user_exits(what, ended or error), default_device_of_user():
+    with user_exits(what, error), default_device_of_user():
         try:
             yield
         except QuantizerError as cause:

@@ -79,6 +79,16 @@ def run_apart(
     return values[0]
 
 
+def loaded_twice(
+    load: Callable[[], Any], what: str, error: type[QuantizerError], *, size: int
+) -> Any:
+    """Return what `load()` returns, after it was loaded within limits in a process of its own.
+    The arguments are those of `run_apart`.
+    """
+    run_apart(lambda: load() is None, what, error, size=size)
+    return load()
+
+
 @contextlib.contextmanager
 def _forked(work: Callable[[], Any], memory: int) -> Iterator[tuple[int, int]]:
     """Yield the id of a process that does the work, and the pipe with its answer."""

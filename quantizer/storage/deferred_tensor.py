@@ -19,8 +19,8 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from quantizer.errors import DataError
-from quantizer.storage.allocator import kept_after_moves, trim_heap
-from quantizer.storage.positioned_io import BytesInFile, read_some, write_at
+from quantizer.storage.process_memory import kept_after_moves, trim_heap
+from quantizer.storage.system_calls import BytesInFile, read_some, write_at
 
 CPU = torch.device("cpu")
 _reader = ThreadPoolExecutor(1, "prefetch")

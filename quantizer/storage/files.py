@@ -1,14 +1,18 @@
 """Read JSON files, safetensors files and others, and write each completely or not at all.
 Errors are sentences for the user.
+
+Tensors may be in several files of limited size (shards) with an index, as transformers names
+them.
 """
 
 import errno
 import itertools
 import json
+import re
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from safetensors.torch import load
 from torch import Tensor
@@ -16,13 +20,16 @@ from torch import Tensor
 from quantizer.errors import ResultError
 from quantizer.printable import printable_json
 from quantizer.storage.deferred_tensor import DeferredTensor
-from quantizer.storage.opened_files import OpenFile
-from quantizer.storage.plain_files import require_file_or_folder
+from quantizer.storage.opened_files import OpenedFiles, OpenFile
 from quantizer.storage.process_memory import size_text
 from quantizer.storage.replacing import replace_file
 from quantizer.storage.safetensors_file import deferred_file, safetensors_parts
+from quantizer.storage.system_calls import require_file_or_folder
 
+_Value = TypeVar("_Value")
 _CALIBRATE_AGAIN = "run <--quant_mode calib> again"
+MAX_SHARD_BYTES = 5 * 10**9
+"""The most bytes of tensors in one file. A larger tensor has a file of its own."""
 _JSON_TOKENS_PER_PART = 1 << 14
 """How many tokens of JSON are joined before they are written."""
 _MAX_REASON_LENGTH = 200
@@ -140,10 +147,7 @@ def read_tensors(place: Path | OpenFile) -> dict[str, Tensor]:
     Raises:
         ResultError: the file is missing or damaged.
     """
-    tensors: dict[str, Tensor] = _parse_file(
-        place, lambda file: load(file.content()), "safetensors"
-    )
-    return tensors
+    return _parse_file(place, lambda file: load(file.content()), "safetensors")
 
 
 def deferred_tensors(place: Path | OpenFile) -> dict[str, DeferredTensor]:
@@ -152,8 +156,7 @@ def deferred_tensors(place: Path | OpenFile) -> dict[str, DeferredTensor]:
     Raises:
         ResultError: the file is missing or damaged.
     """
-    tensors: dict[str, DeferredTensor] = _parse_file(place, deferred_file, "safetensors")
-    return tensors
+    return _parse_file(place, deferred_file, "safetensors")
 
 
 def sha256(path: Path) -> str:
@@ -164,18 +167,6 @@ def sha256(path: Path) -> str:
     """
     try:
         return _open_file(path).digest()
-    except OSError as error:
-        raise cannot_read(path, error) from error
-
-
-def read_bytes(path: Path) -> bytes:
-    """Return the content of a file.
-
-    Raises:
-        ResultError: the file cannot be read.
-    """
-    try:
-        return _open_file(path).content()
     except OSError as error:
         raise cannot_read(path, error) from error
 
@@ -197,7 +188,9 @@ def _open_file(place: Path | OpenFile) -> OpenFile:
     return OpenFile.open(place)
 
 
-def _parse_file(place: Path | OpenFile, parse: Callable[[OpenFile], Any], kind: str) -> Any:
+def _parse_file(
+    place: Path | OpenFile, parse: Callable[[OpenFile], _Value], kind: str
+) -> _Value:
     """Return `parse(file)`.
 
     Args:
@@ -233,3 +226,97 @@ def damaged(path: Path | str, where: str, why: str) -> ResultError:
     if len(why) > _MAX_REASON_LENGTH:
         why = f"{why[:_MAX_REASON_LENGTH]}…"
     return ResultError(f"{path} is damaged: {where}: {why}", help=_CALIBRATE_AGAIN)
+
+
+def write_shards(
+    path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None
+) -> dict[str, str]:
+    """Write tensors to `path`, or to shards and an index if they exceed `MAX_SHARD_BYTES`.
+
+    Returns:
+        The sha256 of each file, by its name.
+
+    Raises:
+        ResultError: the folder cannot be written or the disk is full.
+    """
+    shards = _split(tensors)
+    if len(shards) == 1:
+        digest = write_tensors(path, tensors, metadata)
+        return {path.name: digest}
+    digests: dict[str, str] = {}
+    weight_map: dict[str, str] = {}
+    for number, shard in enumerate(shards, start=1):
+        name = shard_name(path.name, number, len(shards))
+        shard_path = path.with_name(name)
+        digests[name] = write_tensors(shard_path, shard, metadata)
+        weight_map |= dict.fromkeys(shard, name)
+    total_size = sum(tensor.nbytes for tensor in tensors.values())
+    index = {"metadata": {"total_size": total_size}, "weight_map": weight_map}
+    index_path = path.with_name(_index_name(path.name))
+    digests[index_path.name] = write_json(index_path, index)
+    return digests
+
+
+def tensor_files_and_index(name: str, files: Iterable[str]) -> list[str]:
+    """Return the names among `files` of the file `name` and of its shards.
+
+    The name of their index follows, whether there is one or not.
+    """
+    shards = tensor_files_of(name, files)
+    return [*shards, _index_name(name)]
+
+
+def deferred_shards(name: str, opened: OpenedFiles) -> dict[str, DeferredTensor]:
+    """Return the tensors that `write_shards` wrote for `name`. Each is read when it is needed.
+
+    Raises:
+        ResultError: a file is damaged.
+    """
+    tensors: dict[str, DeferredTensor] = {}
+    for shard in tensor_files_of(name, opened.names):
+        tensors |= deferred_tensors(opened[shard])
+    return tensors
+
+
+def shard_name(name: str, number: int, count: int) -> str:
+    """Return the name of one of `count` shards of `name`, numbered from 1.
+
+    >>> shard_name("weights.safetensors", 1, 12)
+    'weights-00001-of-00012.safetensors'
+    """
+    stem, _, suffix = name.rpartition(".")
+    return f"{stem}-{number:05}-of-{count:05}.{suffix}"
+
+
+def tensor_files_of(name: str, files: Iterable[str]) -> list[str]:
+    """Return the names among `files` of the file `name` and of its shards, sorted.
+
+    >>> tensor_files_of(
+    ...     "a.safetensors",
+    ...     ["a-00002-of-00002.safetensors", "a-00001-of-00002.safetensors", "b.safetensors"],
+    ... )
+    ['a-00001-of-00002.safetensors', 'a-00002-of-00002.safetensors']
+    """
+    stem, _, suffix = name.rpartition(".")
+    before = re.escape(stem)
+    after = re.escape(f".{suffix}")
+    pattern = re.compile(before + r"(-\d{5}-of-\d{5})?" + after)
+    return sorted(filter(pattern.fullmatch, files))
+
+
+def _split(tensors: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
+    """Distribute tensors over shards, in the order of their names."""
+    shards: list[dict[str, Tensor]] = [{}]
+    shard_bytes = 0
+    for name, tensor in sorted(tensors.items()):
+        if shards[-1] and shard_bytes + tensor.nbytes > MAX_SHARD_BYTES:
+            shards.append({})
+            shard_bytes = 0
+        shards[-1][name] = tensor
+        shard_bytes += tensor.nbytes
+    return shards
+
+
+def _index_name(name: str) -> str:
+    """Return the name of the index of the shards of `name`."""
+    return f"{name}.index.json"

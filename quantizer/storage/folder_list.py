@@ -16,6 +16,8 @@ LIST_FILE = ".quantizer.json"
 """The file of the list."""
 NEW_FILES = "new"
 """The subfolder of the work folder with the files of a set that is being written."""
+LOCK = "lock"
+"""The name of the lock file in the work folder."""
 _FORMAT = 1
 _TOKEN = re.compile("[0-9a-f]{32}")
 _DIGEST = re.compile("[0-9a-f]{64}")

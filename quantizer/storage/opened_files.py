@@ -19,7 +19,7 @@ from typing import Any
 
 from quantizer.errors import ResultError
 from quantizer.storage.folder_list import LIST_FILE, NEW_FILES, Moves, is_name, parse_list
-from quantizer.storage.positioned_io import REPLACES_OPEN_FILES, open_flags, read_at
+from quantizer.storage.system_calls import REPLACES_OPEN_FILES, open_flags, read_at
 
 _PART_BYTES = 1 << 20
 MAX_OPEN_ATTEMPTS = 100
@@ -190,23 +190,11 @@ def open_files(
     previous: object = None
     for _ in range(MAX_OPEN_ATTEMPTS):
         snapshot = _take_snapshot(folder, kind)
-        index = snapshot.index
-        files: dict[str, OpenFile] = {}
-        fault: ResultError | None
-        if index is None:
-            fault = _missing_set_error(folder, snapshot, kind)
-        else:
-            listed = _checked_names(digests(index), index.path, kind)
-            for name in (*listed, *optional):
-                file = snapshot.open(name)
-                if file is not None:
-                    files[name] = file
-            fault = _find_damage(folder, kind, listed, files)
+        files, fault = _open_set(snapshot, folder, kind, digests, optional)
         # `snapshot` keeps its files open, so that no new file can have the inode of one of them
         is_same = snapshot.state == _take_snapshot(folder, kind).state
-        if is_same and index is not None and fault is None:
-            files[kind.index] = index
-            return OpenedFiles(folder, kind, files, index.digest())
+        if is_same and fault is None:
+            return OpenedFiles(folder, kind, files, files[kind.index].digest())
         identities = {name: file.identity for name, file in files.items()}
         current = (snapshot.state, identities)
         if fault is not None and current == previous:
@@ -217,43 +205,41 @@ def open_files(
     )
 
 
-def _missing_set_error(
-    folder: Path, snapshot: "_SetSnapshot", kind: FileSetKind
-) -> ResultError:
-    """Return the error about a folder without an index."""
-    main = kind.main or kind.index
-    if snapshot.open(main) is None:
-        return ResultError(f"{folder / main} does not exist", help=kind.missing)
-    return ResultError(f"{folder / kind.index} does not exist", help=kind.again)
-
-
-def _checked_names(
-    listed: Mapping[str, str], path: Path, kind: FileSetKind
-) -> Mapping[str, str]:
-    """Return the digests that an index lists, after a check of the names.
+def _open_set(
+    snapshot: "_SetSnapshot",
+    folder: Path,
+    kind: FileSetKind,
+    digests: Callable[[OpenFile], Mapping[str, str]],
+    optional: Collection[str],
+) -> tuple[dict[str, OpenFile], ResultError | None]:
+    """Return the files of a set, and an error about the first that is missing or differs from
+    the index; None if there is none.
 
     Raises:
-        ResultError: a name is not of a file in the folder itself.
+        ResultError: the index names something else than files in the folder itself.
     """
+    index = snapshot.index
+    if index is None:
+        main = kind.main or kind.index
+        if snapshot.open(main) is None:
+            return {}, ResultError(f"{folder / main} does not exist", help=kind.missing)
+        return {}, ResultError(f"{folder / kind.index} does not exist", help=kind.again)
+    listed = digests(index)
     for name in listed:
         if not is_name(name) or "/" in name:
-            raise ResultError(f"{path} is damaged: it names {name!r:.80}", help=kind.again)
-    return listed
-
-
-def _find_damage(
-    folder: Path, kind: FileSetKind, listed: Mapping[str, str], files: Mapping[str, OpenFile]
-) -> ResultError | None:
-    """Return an error about the first file that is missing or differs from the index, or None
-    if there is none.
-    """
+            text = f"{index.path} is damaged: it names {name!r:.80}"
+            raise ResultError(text, help=kind.again)
+    files = {kind.index: index}
+    for name in (*listed, *optional):
+        file = snapshot.open(name)
+        if file is not None:
+            files[name] = file
     for name, digest in listed.items():
-        file = files.get(name)
-        if file is None:
-            return ResultError(f"{folder / name} is missing", help=kind.again)
-        if file.digest() != digest:
-            return ResultError(f"{folder / name} {kind.changed}", help=kind.again)
-    return None
+        if name not in files:
+            return files, ResultError(f"{folder / name} is missing", help=kind.again)
+        if files[name].digest() != digest:
+            return files, ResultError(f"{folder / name} {kind.changed}", help=kind.again)
+    return files, None
 
 
 class _SetSnapshot:

@@ -10,36 +10,58 @@ removes the rest. Imports no torch.
 import contextlib
 import os
 import shutil
-import stat
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
 from quantizer.errors import UsageError
-from quantizer.storage.atomic_write import exchange, sync_file, sync_folder, write_synced
-from quantizer.storage.folder_list import LIST_FILE, NEW_FILES, FolderList, Moves, is_name
-from quantizer.storage.folder_lock import LOCK
+from quantizer.storage.folder_list import (
+    LIST_FILE,
+    LOCK,
+    NEW_FILES,
+    FolderList,
+    Moves,
+    is_name,
+    parse_list,
+)
 from quantizer.storage.opened_files import OpenFile
 from quantizer.storage.permission import may_overwrite, require_no_input
+from quantizer.storage.system_calls import exchange, sync_file, sync_folder, write_synced
 
 
 class OwnedFolder:
-    """A folder of quantizer's whose lock this process holds.
+    """A folder of quantizer's. What writes needs its lock.
+
+    Args:
+        path: of the folder, absolute and after links.
+        list_file: the name of the file of its list.
 
     Attributes:
-        path: of the folder, absolute and after links.
-        list: of its files. It is in the file of the name `list_file`.
+        list: of its files.
+
+    Raises:
+        ResultError: the list is damaged.
     """
 
-    def __init__(self, path: Path, content: FolderList, list_file: str = LIST_FILE) -> None:
+    list: FolderList
+
+    def __init__(self, path: Path, list_file: str = LIST_FILE) -> None:
         self.path = path
-        self.list = content
-        self._list_file = list_file
+        self._list_file = path / list_file
+        self.read_list()
         self._digests: dict[str, tuple[tuple[int, ...], str]] = {}
         """The sha256 of files that this process has read or written, with what the system says
         of the file.
         """
+
+    def read_list(self) -> None:
+        """Read the list again, which another process may have changed.
+
+        Raises:
+            ResultError: it is damaged.
+        """
+        self.list = parse_list(self._list_file.read_bytes(), self._list_file)
 
     @property
     def work(self) -> Path:
@@ -119,13 +141,9 @@ class OwnedFolder:
             OSError: it cannot be written.
         """
         self.require_ours(name)
-        target = self.path / name
-        permissions = None
-        if target.exists():
-            permissions = stat.S_IMODE(target.stat().st_mode)
         temporary = self.work / "file"
         temporary.unlink(missing_ok=True)
-        digest = write_synced(temporary, parts, permissions)
+        digest = write_synced(temporary, parts, old=self.path / name)
         self.take(temporary, name, digest)
         return digest
 
@@ -348,7 +366,7 @@ class OwnedFolder:
         # First, because Ctrl-C may end this function after the next line
         self.list = content
         try:
-            os.replace(temporary, self.path / self._list_file)
+            os.replace(temporary, self._list_file)
         except OSError:
             self.list = before
             raise

@@ -3,24 +3,36 @@ it is written. Imports no torch.
 """
 
 import contextlib
+import hashlib
+import json
 import os
+import platform
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from quantizer.errors import UsageError
-from quantizer.storage.atomic_write import sync_folder
-from quantizer.storage.folder_list import LIST_FILE, FolderList, parse_list
-from quantizer.storage.folder_lock import folder_lock
+from quantizer.errors import ResultError, UsageError
+from quantizer.storage.folder_list import (
+    LIST_FILE,
+    LOCK,
+    FolderList,
+    is_digest,
+    is_name,
+    parse_list,
+)
 from quantizer.storage.owned_folder import OwnedFolder, refuse_links
-from quantizer.storage.positioned_io import open_flags
+from quantizer.storage.system_calls import open_flags, sync_folder
 
+_OWNER_BYTES = 100
 _LIST_WAIT_S = 1.0
 """Seconds to wait for the list of a folder that another process is making."""
-EarlierFiles = Callable[[Path], Mapping[str, str]]
-"""Returns the sha256 of each file of a folder that an earlier version, without lists, has
-written; or nothing if it has written none.
+_EARLIER_INDEXES = (
+    ("checksums.json", "quant_info.json"),
+    ("quantizer.json", "model.safetensors"),
+)
+"""The indexes of the folders that versions before 0.20, without lists, have written, each with
+a file that it lists.
 """
 _held: dict[Path, OwnedFolder] = {}
 """The folders whose locks this process holds."""
@@ -38,17 +50,6 @@ def owner_of(path: Path) -> OwnedFolder | None:
     return None
 
 
-def unlocked(folder: Path) -> OwnedFolder:
-    """Return a folder with a list, to ask what may be replaced there. Nothing may be written.
-
-    Raises:
-        ResultError: its list is damaged.
-    """
-    path = folder.resolve()
-    place = path / LIST_FILE
-    return OwnedFolder(path, parse_list(place.read_bytes(), place))
-
-
 def listed_names(folder: Path) -> list[str]:
     """Return the names of the files in a folder that quantizer has listed and that are there.
 
@@ -57,7 +58,7 @@ def listed_names(folder: Path) -> list[str]:
     """
     if not is_owned(folder):
         return []
-    place = owner_of(folder.resolve() / LIST_FILE) or unlocked(folder)
+    place = owner_of(folder.resolve() / LIST_FILE) or OwnedFolder(folder.resolve())
     return [name for name in place.list.files if (folder / name).is_file()]
 
 
@@ -66,7 +67,7 @@ def is_owned(folder: Path) -> bool:
     return (folder / LIST_FILE).is_file()
 
 
-def require_ownable(folder: Path, earlier: EarlierFiles) -> None:
+def require_ownable(folder: Path) -> None:
     """Check that a folder is absent, empty, or quantizer's.
 
     Raises:
@@ -74,32 +75,32 @@ def require_ownable(folder: Path, earlier: EarlierFiles) -> None:
         ResultError: its list is damaged.
         OSError: it cannot be read.
     """
-    _list_of(Path(os.path.realpath(folder)), earlier)
-
-
-def _list_of(folder: Path, earlier: EarlierFiles) -> FolderList | None:
-    """Return the list of a folder, or a new one; None if the folder is absent.
-
-    Raises:
-        UsageError: the folder is a file, or holds files and has no list.
-        ResultError: its list is damaged.
-        OSError: it cannot be read.
-    """
+    folder = Path(os.path.realpath(folder))
     for parent in (folder, *folder.parents):
         if parent.exists() and not parent.is_dir():
             raise UsageError(
                 f"cannot use {folder}: {parent.name} is not a folder",
                 help="give another folder",
             )
-    if not folder.exists():
-        return None
+    if folder.exists():
+        _list_of(folder)
+
+
+def _list_of(folder: Path) -> FolderList:
+    """Return the list of a folder, or a new one.
+
+    Raises:
+        UsageError: the folder holds files and has no list.
+        ResultError: its list is damaged.
+        OSError: it cannot be read.
+    """
     place = folder / LIST_FILE
     if place.is_symlink():
         raise UsageError(f"{place} is a link, and is not followed", help="remove the link")
     content = _content(place)
     if content:
         return parse_list(content, place)
-    files = earlier(folder)
+    files = _earlier_files(folder)
     if files:
         return FolderList(files={name: (digest,) for name, digest in files.items()})
     others = [path.name for path in folder.iterdir() if path.name != LIST_FILE]
@@ -127,7 +128,26 @@ def _content(place: Path) -> bytes:
         time.sleep(_LIST_WAIT_S / 100)
 
 
-def mark(folder: Path, earlier: EarlierFiles) -> None:
+def _earlier_files(folder: Path) -> dict[str, str]:
+    """Return the sha256 of the files that a version without lists has written to a folder, as
+    far as an index lists them; nothing if there is no index.
+    """
+    for index, listed in _EARLIER_INDEXES:
+        place = folder / index
+        if not place.is_file() or place.is_symlink():
+            continue
+        content = place.read_bytes()
+        try:
+            files = dict(json.loads(content)["files"])
+        except (ValueError, LookupError, TypeError, RecursionError):
+            continue
+        is_sound = all(map(is_name, files)) and all(map(is_digest, files.values()))
+        if listed in files and is_sound:
+            return {**files, index: hashlib.sha256(content).hexdigest()}
+    return {}
+
+
+def mark(folder: Path) -> None:
     """Make a folder quantizer's: create it if it is absent, and write a list if it has none.
 
     Raises:
@@ -137,9 +157,7 @@ def mark(folder: Path, earlier: EarlierFiles) -> None:
     """
     folder.mkdir(parents=True, exist_ok=True)
     place = Path(os.path.realpath(folder))
-    content = _list_of(place, earlier)
-    assert content is not None
-    _create_list(place / LIST_FILE, content)
+    _create_list(place / LIST_FILE, _list_of(place))
 
 
 def _create_list(place: Path, content: FolderList) -> None:
@@ -173,13 +191,9 @@ def owned_files(main: Path) -> Iterator[OwnedFolder]:
     """
     journal = main.with_name(f".{main.name}{LIST_FILE}")
     _create_list(journal, FolderList())
-    content = parse_list(journal.read_bytes(), journal)
-    place = OwnedFolder(main.parent, content, journal.name)
-    refuse_links(main.parent, content.work_folder)
+    place = OwnedFolder(main.parent, journal.name)
     try:
-        with folder_lock(main, place.work):
-            place.list = parse_list(journal.read_bytes(), journal)
-            place.complete()
+        with _locked(place, main):
             yield place
     finally:
         # Last, because it says how the work folder is called, and only when nothing is pending
@@ -188,7 +202,7 @@ def owned_files(main: Path) -> Iterator[OwnedFolder]:
 
 
 @contextmanager
-def owned(folder: Path, earlier: EarlierFiles) -> Iterator[OwnedFolder]:
+def owned(folder: Path) -> Iterator[OwnedFolder]:
     """Make a folder quantizer's, hold its lock inside the `with` block, and complete what
     stopped runs have left. A new folder in which nothing was written is removed at the end.
 
@@ -199,28 +213,21 @@ def owned(folder: Path, earlier: EarlierFiles) -> Iterator[OwnedFolder]:
     """
     is_new = not folder.exists()
     is_marked = not is_new and is_owned(folder)
-    mark(folder, earlier)
-    path = Path(os.path.realpath(folder))
-    content = _list_of(path, earlier)
-    assert content is not None
-    place = OwnedFolder(path, content)
-    refuse_links(path, content.work_folder)
+    mark(folder)
+    place = OwnedFolder(Path(os.path.realpath(folder)))
     try:
-        with folder_lock(folder, place.work):
-            # Another process may have changed it before this one had the lock
-            place.list = parse_list((path / LIST_FILE).read_bytes(), path / LIST_FILE)
-            place.complete()
-            _held[path] = place
+        with _locked(place, folder):
+            _held[place.path] = place
             try:
                 yield place
             finally:
-                del _held[path]
+                del _held[place.path]
                 with contextlib.suppress(OSError):
                     place.clear()
                     place.forget_missing()
     finally:
         if not is_marked:
-            unmark(path, remove_folder=is_new)
+            unmark(place.path, remove_folder=is_new)
 
 
 def unmark(folder: Path, *, remove_folder: bool) -> None:
@@ -231,8 +238,72 @@ def unmark(folder: Path, *, remove_folder: bool) -> None:
         remove_folder: whether the folder is removed, too, if it is empty then.
     """
     with contextlib.suppress(OSError):
-        if parse_list((folder / LIST_FILE).read_bytes(), folder / LIST_FILE).files:
+        if OwnedFolder(folder).list.files:
             return
         (folder / LIST_FILE).unlink()
         if remove_folder:
             folder.rmdir()
+
+
+@contextmanager
+def _locked(place: OwnedFolder, named: Path) -> Iterator[None]:
+    """Hold the lock of a folder inside the `with` block, after completing what stopped runs
+    have left. The system releases it even if the process is killed.
+
+    Args:
+        place: the folder. Its work folder, with the lock file, is made, and removed at the end
+            if it is empty.
+        named: what messages call it.
+
+    Raises:
+        OSError: the lock file cannot be created or opened.
+        ResultError: another process holds the lock.
+    """
+    # Most commands lock nothing
+    from filelock import FileLock, Timeout, UnixFileLock
+
+    refuse_links(place.path, place.list.work_folder)
+    path = place.work / LOCK
+    lock = FileLock(path, timeout=0)
+    while not lock.is_locked:
+        place.work.mkdir(exist_ok=True)
+        try:
+            lock.acquire()
+        except FileNotFoundError:
+            # A process that ends has removed the subfolder meanwhile
+            continue
+        except Timeout:
+            raise ResultError(
+                f"{named} is in use by another run{_owner(path)}",
+                help="wait for it or choose another <--output_dir>",
+            ) from None
+    # The other classes of filelock write to the lock file themselves, and remove it
+    is_unix = isinstance(lock, UnixFileLock)
+    try:
+        if is_unix:
+            # For messages. If the disk is full, the file stays empty: it needs no content
+            owner = f"process {os.getpid()} on {platform.node()}"
+            with contextlib.suppress(OSError):
+                path.write_bytes(owner.encode()[:_OWNER_BYTES])
+        # Another process may have changed it before this one had the lock
+        place.read_list()
+        place.complete()
+        yield
+    finally:
+        try:
+            if is_unix:
+                path.unlink(missing_ok=True)
+        finally:
+            lock.release()
+        # Another process may have made a lock file in it meanwhile
+        with contextlib.suppress(OSError):
+            place.work.rmdir()
+
+
+def _owner(path: Path) -> str:
+    """Return ", process 123 on host" as the lock file says it, or "" if it says nothing."""
+    content = b""
+    with contextlib.suppress(OSError), path.open("rb") as file:
+        content = file.read(_OWNER_BYTES)
+    owner = content.decode(errors="replace")
+    return f", {owner}" if owner.isprintable() and owner else ""

@@ -1,5 +1,6 @@
-"""Replace a file completely or not at all, if it is quantizer's or the user allows it. Each
-function finds out itself whose file it is. Imports no torch.
+"""Replace a file, a folder, or the files of an export, completely or not at all, if they are
+quantizer's or the user allows it. Each function finds out itself whose they are. Imports no
+torch.
 """
 
 import contextlib
@@ -7,17 +8,22 @@ import errno
 import hashlib
 import os
 import secrets
-import stat
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from quantizer.errors import UsageError
-from quantizer.storage.atomic_write import sync_folder, write_synced
 from quantizer.storage.owned_folder import OwnedFolder
-from quantizer.storage.ownership import is_owned, owned, owner_of, unlocked
-from quantizer.storage.permission import require_replaceable
-from quantizer.storage.positioned_io import open_flags
+from quantizer.storage.ownership import (
+    is_owned,
+    owned,
+    owned_files,
+    owner_of,
+    require_ownable,
+    unmark,
+)
+from quantizer.storage.permission import require_no_input, require_replaceable
+from quantizer.storage.system_calls import open_flags, sync_folder, write_synced
 
 _MOST_DEPTH = 2
 """How far above a file the list of its folder may be: `export/verify.json`."""
@@ -60,12 +66,11 @@ def require_writable(path: Path) -> None:
     target = resolve_folder(path)
     if target.is_dir():
         raise UsageError(f"{path} is a directory", help="give the path of a file")
-    for parent in list(target.parents)[:_MOST_DEPTH]:
-        if is_owned(parent):
-            owner = owner_of(target) or unlocked(parent)
-            owner.require_ours(owner.name_of(target))
-            return
-    if target.is_file():
+    parent = _owned_parent(target)
+    if parent is not None:
+        owner = owner_of(target) or OwnedFolder(parent)
+        owner.require_ours(owner.name_of(target))
+    elif target.is_file():
         require_replaceable(path)
 
 
@@ -87,31 +92,28 @@ def owner_to_write(path: Path) -> Iterator[OwnedFolder | None]:
     block; None if it is in none.
     """
     owner = owner_of(path)
-    if owner is not None:
+    parent = _owned_parent(path)
+    if owner is not None or parent is None:
         yield owner
-        return
-    for parent in list(path.parents)[:_MOST_DEPTH]:
-        if is_owned(parent):
-            with owned(parent, no_earlier_files) as owner:
-                yield owner
-            return
-    yield None
+    else:
+        with owned(parent) as owner:
+            yield owner
+
+
+def _owned_parent(path: Path) -> Path | None:
+    """Return the innermost folder with this path that has a list, if any."""
+    parents = list(path.parents)[:_MOST_DEPTH]
+    return next(filter(is_owned, parents), None)
 
 
 def _replace_single_file(path: Path, parts: Iterable[bytes]) -> str:
     """Replace a file outside the folders of quantizer, and return its sha256."""
-    try:
-        target = path.resolve()
-    except RuntimeError as error:
-        raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), str(path)) from error
+    target = _resolved(path)
     if target.exists() and not target.is_file() and not target.is_dir():
         return _write_to_device(target, parts)
     require_replaceable(target)
-    permissions = None
-    if target.exists():
-        permissions = stat.S_IMODE(target.stat().st_mode)
     temporary = target.with_name(f".{target.name}.{secrets.token_hex(16)}.tmp")
-    digest = write_synced(temporary, parts, permissions)
+    digest = write_synced(temporary, parts, old=target)
     try:
         os.replace(temporary, target)
     except BaseException:
@@ -129,8 +131,17 @@ def resolve_folder(path: Path) -> Path:
     Raises:
         OSError: the links form a circle.
     """
+    return _resolved(path.parent) / path.name
+
+
+def _resolved(path: Path) -> Path:
+    """Return a path that is absolute and after links.
+
+    Raises:
+        OSError: the links form a circle.
+    """
     try:
-        return path.parent.resolve() / path.name
+        return path.resolve()
     except RuntimeError as error:
         raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), str(path)) from error
 
@@ -153,6 +164,82 @@ def _write_to_device(path: Path, parts: Iterable[bytes]) -> str:
     return digest.hexdigest()
 
 
-def no_earlier_files(folder: Path) -> dict[str, str]:
-    """Return that no version without lists has written a folder."""
-    return {}
+def require_replaceable_folder(path: Path) -> None:
+    """Check before work begins that `replaced_folder` will not refuse a folder.
+
+    Raises:
+        UsageError: see `replaced_folder`.
+        OSError: what is at `path` cannot be read.
+    """
+    require_no_input(path)
+    require_ownable(path)
+    if is_owned(path):
+        OwnedFolder(path.resolve()).require_only_ours()
+
+
+@contextmanager
+def replaced_files(path: Path, others: Iterable[Path] = ()) -> Iterator[Path]:
+    """Yield the path of a new file, of the same name, in a new folder. When the `with` block
+    ends, it and all files next to it replace those at `path`. After an error they are removed.
+
+    The folder of `path` never has a new file next to the old file `path`. If the process is
+    stopped while they are moved, the next call for `path` completes the moves.
+
+    Args:
+        path: the main file.
+        others: further files of earlier sets, which are removed if the new set lacks them.
+
+    Raises:
+        UsageError: see `replace_file`.
+        OSError: the folder that contains `path` cannot be written.
+    """
+    target = resolve_folder(path)
+    files = [target]
+    for other in others:
+        files.append(target.with_name(other.name))
+    with ExitStack() as stack:
+        owner = stack.enter_context(owner_to_write(target))
+        if owner is None:
+            for file in files:
+                require_replaceable(file)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            owner = stack.enter_context(owned_files(target))
+            owner.adopt(file.name for file in files)
+        names = list(map(owner.name_of, files))
+        stack.enter_context(owner.replaced_set(names, main=names[0]))
+        new = owner.new_files / names[0]
+        new.parent.mkdir(parents=True, exist_ok=True)
+        yield new
+
+
+@contextmanager
+def replaced_folder(path: Path) -> Iterator[Path]:
+    """Yield a new folder to fill. When the `with` block ends, it replaces the folder at `path`,
+    in one call if the system can exchange folders. After an error it is removed.
+
+    Raises:
+        UsageError: there is something at `path` that quantizer has not written, or that was
+            changed since then.
+        OSError: the folder that contains `path` cannot be written.
+    """
+    require_no_input(path)
+    with owned(path) as owner:
+        owner.require_only_ours()
+        with owner.replaced_set(owner.list.files, is_whole=True) as new:
+            yield new
+
+
+def remove_folder(path: Path) -> None:
+    """Remove a folder that quantizer has written, except files that are not listed or were
+    changed.
+
+    Raises:
+        OSError: it cannot be removed.
+    """
+    if not is_owned(path):
+        return
+    with owner_to_write(resolve_folder(path)):
+        with owned(path) as owner:
+            for name in owner.list.files:
+                owner.remove(name)
+        unmark(owner.path, remove_folder=True)

@@ -4,7 +4,7 @@ import json
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from quantizer.storage.deferred_tensor import DeferredTensor, bytes_of, read_tensor
 from quantizer.storage.opened_files import OpenFile
-from quantizer.storage.positioned_io import BytesInFile
+from quantizer.storage.system_calls import BytesInFile
 
 DTYPES_BY_NAME: dict[str, torch.dtype] = {
     "F64": torch.float64,
@@ -41,18 +41,6 @@ _LONGEST_HEADER = 100_000_000
 """The limit of the library safetensors, in bytes."""
 
 
-class _Entry(NamedTuple):
-    """A tensor as the header describes it. `begin` and `end` are its offsets in the data, and
-    come first so that sorted entries are in the order of the data.
-    """
-
-    begin: int
-    end: int
-    shape: torch.Size
-    name: str
-    dtype_name: str
-
-
 def deferred_file(path: Path | OpenFile) -> dict[str, DeferredTensor]:
     """Return the tensors of a safetensors file. Each is read when it is needed.
 
@@ -62,37 +50,27 @@ def deferred_file(path: Path | OpenFile) -> dict[str, DeferredTensor]:
     Raises:
         OSError: the file cannot be read.
         SafetensorError: it is not a safetensors file, or it is truncated.
-        KeyError: it has a dtype that torch does not have.
     """
     file = OpenFile.open(path) if isinstance(path, Path) else path
     header, data_start = _read_header(file)
     header.pop(_METADATA, None)
+    tensors: dict[str, DeferredTensor] = {}
+    end = 0
     try:
-        entries = sorted(_parse_entry(name, fields) for name, fields in header.items())
+        # The data of the tensors must be adjacent: the format allows no gaps and no overlaps
+        for name in sorted(header, key=lambda name: (*header[name]["data_offsets"], name)):
+            fields = header[name]
+            begin = end
+            shape = torch.Size(fields["shape"])
+            dtype = DTYPES_BY_NAME[str(fields["dtype"])]
+            end += shape.numel() * dtype.itemsize
+            is_sound = fields["data_offsets"] == [begin, end] and min(shape, default=0) >= 0
+            if not is_sound or data_start + end > file.size:
+                raise SafetensorError(f"{name} is not where its header says")
+            tensors[name] = _deferred(file, data_start + begin, shape, dtype)
     except (ValueError, KeyError, TypeError) as error:
         raise SafetensorError(f"its header is damaged: {error}") from error
-    tensors: dict[str, DeferredTensor] = {}
-    previous_end = 0
-    data_size = file.size - data_start
-    # The data of the tensors must be adjacent: the format allows no gaps and no overlaps
-    for entry in entries:
-        dtype = DTYPES_BY_NAME[entry.dtype_name]
-        size = entry.shape.numel() * dtype.itemsize
-        is_sound = entry.begin == previous_end and entry.end == entry.begin + size
-        if not is_sound or entry.end > data_size:
-            raise SafetensorError(f"{entry.name} is not where its header says")
-        previous_end = entry.end
-        start = data_start + entry.begin
-        tensors[entry.name] = _deferred(file, start, entry.shape, dtype)
     return tensors
-
-
-def _parse_entry(name: str, fields: Mapping[str, Any]) -> _Entry:
-    begin, end = map(int, fields["data_offsets"])
-    shape = fields["shape"]
-    if any(size < 0 for size in shape):
-        raise ValueError(f"there is no shape {shape}")
-    return _Entry(begin, end, torch.Size(shape), name, str(fields["dtype"]))
 
 
 def _deferred(

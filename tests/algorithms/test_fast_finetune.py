@@ -30,7 +30,7 @@ from quantizer.algorithms.finetuning.layers import SOLVERS, FinetunedLayer
 from quantizer.algorithms.finetuning.network import FinetuningResult, finetune_network
 from quantizer.algorithms.finetuning.rounding_problem import RoundingProblem, adaquant, adaround
 from quantizer.calibration.solution import Solution, quantized_network
-from quantizer.cli.arguments.options import FINETUNE_MODES
+from quantizer.config.run_options import FINETUNE_MODES
 from quantizer.errors import DataError
 from quantizer.evaluation.compare import compare
 from quantizer.graph.ir import Graph

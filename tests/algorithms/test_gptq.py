@@ -43,8 +43,8 @@ from quantizer.layerwise.adjustment import Adjustment
 from quantizer.layerwise.gram import Gram
 from quantizer.layerwise.output_error import output_error
 from quantizer.layerwise.round_to_nearest import nearest, nearest_qparams
-from quantizer.numerics.code_range import scale_bytes
 from quantizer.numerics.codes import encode
+from quantizer.numerics.formats import scale_bytes
 from quantizer.numerics.qparams import QParams
 from quantizer.numerics.two_level import pack_scales, unpack_scales
 from quantizer.observers import NonFiniteError, ObservationError

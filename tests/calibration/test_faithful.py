@@ -21,7 +21,7 @@ import quantizer
 from quantizer.calibration import faithful
 from quantizer.cli.main import run_command
 from quantizer.errors import ModelError
-from quantizer.results.calibrated import trace_module
+from quantizer.results.graph_file import trace_module
 from quantizer.sources.batches import Batch
 from quantizer.sources.module_state import preserve_module_state
 from quantizer.storage.deferred_tensor import DeferredTensor

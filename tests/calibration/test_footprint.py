@@ -22,7 +22,7 @@ from quantizer.config.model import ResolvedConfig
 from quantizer.graph.tracing.trace import trace
 from quantizer.plan.resolve import resolve_plan
 from quantizer.plan.size import working_bytes
-from quantizer.storage import allocator, process_memory
+from quantizer.storage import process_memory
 from quantizer.storage.deferred_tensor import DeferredTensor
 
 WEIGHT, BIAS = 100 * 40, 40
@@ -54,7 +54,7 @@ def test_a_layer_in_memory_and_out_of_it(monkeypatch: pytest.MonkeyPatch) -> Non
     outside = graph.replaced(tensors=deferred)
     values = 1000 * 4 * (2 * 40 + 3 * 40)
     for keeps_freed_blocks, ratio in ((False, 1), (True, HOLES)):
-        monkeypatch.setattr(allocator, "_keeps_freed_blocks", keeps_freed_blocks)
+        monkeypatch.setattr(process_memory, "_keeps_freed_blocks", keeps_freed_blocks)
         in_calibration = calibration_bytes(replace(plan, graph=outside), config, data)
         assert in_calibration == int(ratio * COPIES)
         assert comparison_bytes(outside, specs, 1000) == int(ratio * values)

@@ -23,7 +23,6 @@ from quantizer.nn.network import Network
 from quantizer.sources.arguments import Arguments
 from quantizer.sources.batches import Batch
 from quantizer.sources.data import Batches
-from quantizer.sources.padding import without_padding
 
 LENGTHS = (7, 12, 4)
 AS_HEADS = (2, 1)
@@ -202,7 +201,7 @@ def parts(
     batches = Batches(lambda: iter([batch]), "data", arguments=Arguments(tuple(values)))
     graph = trace(Captioner().eval(), args, kwargs) if is_traced else None
     calls = []
-    for part in without_padding(batches, graph):
+    for part in batches.without_padding(graph):
         assert part.number == 0
         calls.append(dict(zip(values, part.args or part.kwargs.values(), strict=True)))
     return calls

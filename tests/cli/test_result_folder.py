@@ -28,7 +28,7 @@ from quantizer.errors import ResultError, UsageError
 from quantizer.results.folder import read_info
 from quantizer.results.result_set import locked
 from quantizer.results.write import write_info
-from quantizer.storage import atomic_write
+from quantizer.storage import system_calls
 from quantizer.storage.folder_list import LIST_FILE, FolderList, Moves, parse_list
 from quantizer.storage.replacing import replace_file
 
@@ -79,7 +79,7 @@ def filling_disks(monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
         with monkeypatch.context() as patched:
-            patched.setattr(atomic_write.os, "fsync", fsync)
+            patched.setattr(system_calls.os, "fsync", fsync)
             yield full_at
         if not hit:
             return

@@ -26,7 +26,7 @@ import quantizer
 from quantizer.cli import session
 from quantizer.cli.main import run_command
 from quantizer.results.result_set import locked, mark_result_folder
-from quantizer.storage import atomic_write
+from quantizer.storage import system_calls
 from quantizer.storage.folder_list import LIST_FILE, parse_list
 
 Toy = Callable[..., str]
@@ -494,9 +494,9 @@ def test_killed_at_every_write(
                 raise KeyboardInterrupt
             original(source, target)
 
-        monkeypatch.setattr(atomic_write.os, "replace", killed)
+        monkeypatch.setattr(system_calls.os, "replace", killed)
         assert calibrate(folder, model=model, config=None) == 130
-        monkeypatch.setattr(atomic_write.os, "replace", original)
+        monkeypatch.setattr(system_calls.os, "replace", original)
         capsys.readouterr()
         assert check(folder, model=model) == 0, name
         hidden = [path.name for path in folder.iterdir() if path.name.startswith(".")]

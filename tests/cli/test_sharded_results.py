@@ -36,7 +36,7 @@ def folders(
     model, config = toy(BATCHES, MODEL), tmp_path / "config.json"
     config.write_text(json.dumps(document()))
     assert calibrate(tmp_path / "whole", model=model, config=str(config)) == 0
-    monkeypatch.setattr("quantizer.storage.tensor_shards.MAX_SHARD_BYTES", LIMIT)
+    monkeypatch.setattr("quantizer.storage.files.MAX_SHARD_BYTES", LIMIT)
     assert calibrate(tmp_path / "sharded", model=model, config=str(config)) == 0
     return model, tmp_path / "whole", tmp_path / "sharded"
 

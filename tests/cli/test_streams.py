@@ -15,7 +15,7 @@ from support.runs import ROOT, calibrate, check
 from quantizer.cli.main import run_command
 from quantizer.cli.terminal.process import Outlet
 from quantizer.results.result_set import mark_result_folder
-from quantizer.storage import plain_files
+from quantizer.storage import system_calls
 
 LISTING = f"{sys.executable} -m quantizer init --list"
 REFUSED = f"{sys.executable} -m quantizer nonsense"
@@ -93,7 +93,7 @@ def test_what_is_no_file_is_told_with_the_code_of_the_option(
     monkeypatch: pytest.MonkeyPatch,
     capsys: Capture,
 ) -> None:
-    monkeypatch.setattr(plain_files, "PIPE_TIMEOUT_S", 0.01)
+    monkeypatch.setattr(system_calls, "PIPE_TIMEOUT_S", 0.01)
     name, code = PLACES[option]
     make(tmp_path / name)
     (tmp_path / "text.txt").write_text("a b c")

@@ -12,7 +12,7 @@ import pytest
 from quantizer.config.forms.types import DeviceType, QSchemeType, RoundType, ScaleType
 from quantizer.config.model import CAST_ONLY, POOLED, Device, QuantizationSpec, Role
 from quantizer.config.resources import load_resource
-from quantizer.numerics.code_range import SCALE_MODES, SHARED_EXPONENTS, SYMMETRIC_SCALES
+from quantizer.numerics.formats import SCALE_MODES, SHARED_EXPONENTS, SYMMETRIC_SCALES
 from quantizer.numerics.rounding import ROUND_MODES
 from quantizer.observers.methods import BATCH_STATISTICS
 from quantizer.tables import NUMBER_FORMATS, RANGE_METHODS

@@ -331,7 +331,7 @@ def test_the_folder_keeps_what_the_model_came_with(
         (source / name).write_text("{}" if name.endswith("json") else name)
     of_floats = {"quantization": {"quant_algo": None}}
     (source / "hf_quant_config.json").write_text(json.dumps(of_floats))
-    monkeypatch.setattr("quantizer.storage.tensor_shards.MAX_SHARD_BYTES", 20_000)
+    monkeypatch.setattr("quantizer.storage.files.MAX_SHARD_BYTES", 20_000)
     model = transformers.LlamaForCausalLM.from_pretrained(source)
     found = calibrated(config(INT4), model).export(TARGET, tmp_path / "out")
     assert found.max_difference == 0.0

@@ -12,9 +12,8 @@ pytest.importorskip("hypothesis", reason="property tests need hypothesis (extra:
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quantizer.numerics.code_range import FloatRange
 from quantizer.numerics.fake_quantize import fake_cast, fake_cast_plain
-from quantizer.numerics.formats import cast_round_trip_
+from quantizer.numerics.formats import FloatRange, cast_round_trip_
 from quantizer.numerics.qparams import qparams_from_range
 from quantizer.tables import NUMBER_FORMATS
 

@@ -1,6 +1,4 @@
-"""SQNR, cosine and top-1 agreement on numbers one can check by hand, and the laws quantization
-noise obeys.
-"""
+"""The SQNR of numbers one can check by hand, and the laws quantization noise obeys."""
 
 import math
 
@@ -9,18 +7,15 @@ import torch
 from support.positional import fake_quantize
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from quantizer.numerics.code_range import IntegerRange
-from quantizer.numerics.formats import cast_round_trip_
+from quantizer.numerics.formats import IntegerRange, cast_round_trip_
 from quantizer.numerics.metrics import (
     VALUES_PER_SUM,
     Approximation,
     Energies,
-    cosine,
     decibel,
     energy,
     noise_energies,
     sqnr_db,
-    top1_agreement,
 )
 from quantizer.numerics.qparams import qparams_from_range
 from quantizer.tables import NUMBER_FORMATS
@@ -107,13 +102,6 @@ def test_energy_reads_values_in_the_order_of_memory_without_a_copy_of_all(order)
     assert not {"clone", "_reshape_copy", "contiguous"} & seen.names
 
 
-def test_cosine_of_one_tensor_in_two_orders_is_one():
-    x = torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(0))
-    assert cosine(x, x.contiguous(memory_format=torch.channels_last)) == pytest.approx(
-        1, abs=1e-12
-    )
-
-
 def test_sqnr_of_a_tenth_is_twenty_decibel():
     assert sqnr_db(torch.ones(5), torch.full((5,), 1.1)) == pytest.approx(20, abs=1e-5)
 
@@ -126,28 +114,9 @@ def test_sqnr_at_its_ends():
     assert decibel(1, 10) == -10
 
 
-def test_cosine():
-    x = torch.tensor([[1.0, 2.0], [3.0, 4.0]])
-    assert cosine(x, 3 * x) == pytest.approx(1)
-    assert cosine(x, -x) == pytest.approx(-1)
-    assert cosine(torch.tensor([1.0, 0.0]), torch.tensor([0.0, 1.0])) == 0
-    assert cosine(torch.zeros(2), torch.zeros(2)) == 1
-    assert cosine(torch.zeros(2), torch.ones(2)) == 0
-
-
-def test_top1_agreement_compares_classes_at_every_position():
-    reference = torch.tensor([[[0.9, 0.1], [0.1, 0.9]]])  # (batch, class, position)
-    assert top1_agreement(reference, reference) == 1
-    assert top1_agreement(reference, reference.flip(1)) == 0
-    assert top1_agreement(reference, torch.tensor([[[0.9, 0.9], [0.1, 0.1]]])) == 0.5
-
-
 def test_different_shapes_are_an_error():
-    for metric in (sqnr_db, cosine, top1_agreement):
-        with pytest.raises(ValueError, match="differ in shape"):
-            metric(torch.zeros(2, 3), torch.zeros(3, 2))
-    with pytest.raises(ValueError, match="dimension 1"):
-        top1_agreement(torch.zeros(3), torch.zeros(3))
+    with pytest.raises(ValueError, match="differ in shape"):
+        sqnr_db(torch.zeros(2, 3), torch.zeros(3, 2))
 
 
 @pytest.mark.parametrize("bits", range(2, 17))

@@ -13,7 +13,7 @@ pytest.importorskip("hypothesis", reason="property tests need hypothesis (extra:
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quantizer.numerics.code_range import SCALE_MODES, FloatRange, IntegerRange
+from quantizer.numerics.formats import SCALE_MODES, FloatRange, IntegerRange
 from quantizer.numerics.qparams import (
     power_of_two,
     qparams_from_range,
@@ -190,7 +190,7 @@ def test_an_unknown_word_is_refused():
         IntegerRange(-8, 7, scale_type="pow2")
     with pytest.raises(
         ValueError,
-        match='"half" is not a rule for symmetric scales; known are quant_max, half_range',
+        match='"half" is not a rule for symmetric scales; known are half_range, quant_max',
     ):
         IntegerRange(-8, 7, symmetric_scale="half")
 

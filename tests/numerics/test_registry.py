@@ -1,16 +1,8 @@
-"""A registry refuses a second owner of a name and helps after a miss."""
+"""A look-up in a table helps after a miss."""
 
 import pytest
 
-from quantizer.numerics.registry import lookup, register_in
-
-
-def test_a_name_is_registered_once():
-    registry = {}
-    register_in(registry, "first")("entry")
-    with pytest.raises(ValueError, match="\"first\" is registered already, by 'entry'"):
-        register_in(registry, "first")("another")
-    assert registry == {"first": "entry"}
+from quantizer.rows import lookup
 
 
 @pytest.mark.parametrize(

@@ -15,8 +15,8 @@ from torch import Tensor
 from quantizer.config.model import QuantizationSpec
 from quantizer.layerwise.round_to_nearest import nearest, nearest_qparams
 from quantizer.nn.quantizer import TensorQuantizer
-from quantizer.numerics.code_range import scale_bytes
 from quantizer.numerics.codes import bits_of, encode, pack
+from quantizer.numerics.formats import scale_bytes
 from quantizer.numerics.granularity import scale_shape
 from quantizer.numerics.two_level import (
     pack_scales,

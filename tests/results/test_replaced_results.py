@@ -11,7 +11,8 @@ from support.runs import calibrate, check
 
 from quantizer.cli.main import run_command
 from quantizer.errors import UsageError
-from quantizer.results.folder import CHECKSUMS_FILE, INFO_FILE
+from quantizer.nn.load import INFO_FILE
+from quantizer.results.folder import CHECKSUMS_FILE
 from quantizer.results.result_set import locked
 from quantizer.results.write import replace_results
 from quantizer.storage.files import write_bytes, write_json

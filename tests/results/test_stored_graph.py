@@ -25,8 +25,7 @@ from quantizer.graph.ir import Graph
 from quantizer.graph.stored import graph_from_json
 from quantizer.graph.tracing import trace as tracing
 from quantizer.results import graph_file
-from quantizer.results.calibrated import trace_module
-from quantizer.results.graph_file import GraphFile, bound_graph, write_graph
+from quantizer.results.graph_file import GraphFile, bound_graph, trace_module, write_graph
 from quantizer.sources.batches import Batch
 from quantizer.sources.hugging_face.loader import load_hugging_face
 from quantizer.storage.permission import replacing

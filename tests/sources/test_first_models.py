@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from quantizer.errors import DataError, ModelError, QuantizerError
-from quantizer.results.calibrated import trace_module
+from quantizer.results.graph_file import trace_module
 from quantizer.sources.batches import Batch
 from quantizer.sources.data import load_batches
 from quantizer.sources.models import LoadedModel, load_model

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from quantizer.storage import allocator, process_memory
+from quantizer.storage import process_memory
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_MMAP_MAX = -1, -3, -4
 """The numbers in glibc's malloc.h."""
@@ -35,14 +35,14 @@ def test_memory_is_kept_for_large_models_where_there_is_much(
         assert name == "mallopt"
         return mallopt
 
-    monkeypatch.setattr(allocator, "_c_function", c_function)
-    monkeypatch.setattr(allocator, "_is_tuned", False)
-    monkeypatch.setattr(allocator, "_keeps_freed_blocks", False)
+    monkeypatch.setattr(process_memory, "_c_function", c_function)
+    monkeypatch.setattr(process_memory, "_is_tuned", False)
+    monkeypatch.setattr(process_memory, "_keeps_freed_blocks", False)
     monkeypatch.setattr(process_memory, "total_bytes", lambda: total)
-    allocator.tune_for_large_tensors(model)
+    process_memory.tune_for_large_tensors(model)
     # Blocks that exist cannot be allocated anew, so only the first call counts
-    allocator.tune_for_large_tensors(model)
+    process_memory.tune_for_large_tensors(model)
     assert tuned == parameters
     keeps = M_MMAP_MAX in parameters
-    assert allocator.keeps_freed_blocks() == keeps
-    assert (allocator.kept_after_moves() > 0) == keeps
+    assert process_memory.keeps_freed_blocks() == keeps
+    assert (process_memory.kept_after_moves() > 0) == keeps

@@ -22,9 +22,9 @@ from torch import Tensor, nn
 
 from quantizer.errors import DataError
 from quantizer.storage import process_memory
-from quantizer.storage.allocator import trim_heap
 from quantizer.storage.deferred_tensor import DeferredTensor, deferred_like, keep_loaded, loaded
 from quantizer.storage.files import write_tensors
+from quantizer.storage.process_memory import trim_heap
 from quantizer.storage.safetensors_file import DTYPES_BY_NAME, deferred_file
 
 

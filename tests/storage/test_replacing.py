@@ -19,8 +19,12 @@ from quantizer.results.result_set import locked
 from quantizer.storage import owned_folder
 from quantizer.storage.folder_list import LIST_FILE
 from quantizer.storage.permission import replacing
-from quantizer.storage.replaced_folder import replaced_files, replaced_folder
-from quantizer.storage.replacing import remove_file, replace_file
+from quantizer.storage.replacing import (
+    remove_file,
+    replace_file,
+    replaced_files,
+    replaced_folder,
+)
 
 
 def permissions(path: Path) -> int:

@@ -19,7 +19,8 @@ from quantizer.evaluation.scores import Scores, score
 from quantizer.graph.ir import Graph
 from quantizer.nn.execution import layer_arguments
 from quantizer.nn.network import Network
-from quantizer.results.calibrated import Calibrated, trace_module
+from quantizer.results.calibrated import Calibrated
+from quantizer.results.graph_file import trace_module
 from quantizer.sources.data import Batches, load_batches
 from quantizer.sources.module_state import without_cache
 from support.configs import document

@@ -32,8 +32,8 @@ from quantizer.layerwise.sequential_runner import no_batches
 from quantizer.nn.network import Network
 from quantizer.numerics.block_search import searched_scales
 from quantizer.numerics.granularity import scale_shape, to_rows
+from quantizer.numerics.group_search import SearchedFormat
 from quantizer.numerics.qparams import QParams
-from quantizer.numerics.weighted_groups import SearchedFormat
 from quantizer.observers import NonFiniteError, searched_format
 from quantizer.sources.batches import prefix_batch_errors
 from quantizer.storage.deferred_tensor import loaded

@@ -20,8 +20,8 @@ from quantizer.cli.terminal.output import Outcome, metric_lines, show_layers
 from quantizer.distributed import ALONE, Ranks
 from quantizer.errors import UsageError
 from quantizer.evaluation.scores import measure
-from quantizer.results.calibrated_inputs import window_length
 from quantizer.seeding import seed_everything
+from quantizer.sources.arguments import window_length
 
 
 def run_float(options: Options, ranks: Ranks = ALONE) -> Outcome:

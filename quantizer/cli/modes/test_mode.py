@@ -47,10 +47,9 @@ from quantizer.export.targets import FOLDER, layer_choosing_option
 from quantizer.graph.ir import Graph
 from quantizer.report import tables
 from quantizer.report.files import add_to_report, make_report, write_report
-from quantizer.results.calibrated import Calibrated, reopen_calibration
-from quantizer.results.calibrated_inputs import window_length
+from quantizer.results.calibrated import Calibrated, check_plan, reopen_calibration
 from quantizer.results.folder import QuantInfo, read_info
-from quantizer.results.same_calibration import check_plan
+from quantizer.sources.arguments import window_length
 from quantizer.sources.data import Batches
 from quantizer.sources.directions import BY_NAME
 from quantizer.sources.models import Evaluate

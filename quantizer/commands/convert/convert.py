@@ -6,7 +6,8 @@ from dataclasses import replace
 
 import click
 
-from quantizer.cli.arguments.options import command, output_option, overwrite_option
+from quantizer.cli.arguments.grouped_command import command
+from quantizer.cli.arguments.options import output_option, overwrite_option
 from quantizer.cli.arguments.places import PathType, write_output
 from quantizer.cli.terminal.render import print_diagnostics
 from quantizer.commands.convert.findings import (

@@ -7,8 +7,8 @@ from typing import Any
 
 import click
 
-from quantizer.cli.arguments.grouped_command import refuse_typed
-from quantizer.cli.arguments.options import LOOK, TABLE, Options, command, option, takes
+from quantizer.cli.arguments.grouped_command import command, refuse_typed
+from quantizer.cli.arguments.options import LOOK, TABLE, Options, option, takes
 from quantizer.cli.arguments.places import PathType
 from quantizer.cli.terminal.render import say, say_note
 from quantizer.config.forms.resolved import compare_configs

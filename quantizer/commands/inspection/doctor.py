@@ -21,7 +21,8 @@ from rich.text import Text
 
 from quantizer.calibration import memory_prediction
 from quantizer.cli import session
-from quantizer.cli.arguments.options import LOOK, Options, command, takes
+from quantizer.cli.arguments.grouped_command import command
+from quantizer.cli.arguments.options import LOOK, Options, takes
 from quantizer.cli.arguments.places import from_start
 from quantizer.cli.terminal import output
 from quantizer.cli.terminal.screen import notes_on_stderr

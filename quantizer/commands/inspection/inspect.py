@@ -9,7 +9,8 @@ from typing import Any
 import click
 
 from quantizer.cli import session
-from quantizer.cli.arguments.options import LOOK, TABLE, Options, command, takes
+from quantizer.cli.arguments.grouped_command import command
+from quantizer.cli.arguments.options import LOOK, TABLE, Options, takes
 from quantizer.cli.arguments.places import from_start
 from quantizer.cli.modes.gates import failed_gates, met_gate_lines, parse_gate, require_known
 from quantizer.cli.terminal import output

@@ -8,7 +8,8 @@ import click
 
 from quantizer.calibration import memory_prediction
 from quantizer.cli import session
-from quantizer.cli.arguments.options import LOOK, TABLE, Options, command, takes
+from quantizer.cli.arguments.grouped_command import command
+from quantizer.cli.arguments.options import LOOK, TABLE, Options, takes
 from quantizer.cli.arguments.places import from_start
 from quantizer.cli.terminal import output
 from quantizer.cli.terminal.output import filtered_view

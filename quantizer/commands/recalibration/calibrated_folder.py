@@ -28,11 +28,14 @@ from quantizer.results.folder import (
     why_statistics_insufficient,
 )
 from quantizer.results.write import config_file, joins_entry, replace_results, write_info
-from quantizer.storage.files import read_json, write_bytes, write_json, write_tensors
-from quantizer.storage.tensor_shards import (
+from quantizer.storage.files import (
     deferred_shards,
+    read_json,
     tensor_files_and_index,
+    write_bytes,
+    write_json,
     write_shards,
+    write_tensors,
 )
 
 ObserverStates = dict[Key, dict[str, Tensor]]

@@ -13,7 +13,8 @@ from quantizer.calibration.request import CalibrationRequest, StoredStatistics
 from quantizer.calibration.step import decisions_of
 from quantizer.calibration.target import TracedTarget
 from quantizer.cli import session
-from quantizer.cli.arguments.options import Options, command, option, takes
+from quantizer.cli.arguments.grouped_command import command
+from quantizer.cli.arguments.options import Options, option, takes
 from quantizer.cli.arguments.places import PathType, from_start
 from quantizer.cli.run_folder import (
     log_run,
@@ -29,8 +30,7 @@ from quantizer.config.model import ResolvedConfig
 from quantizer.config.wording import counted
 from quantizer.errors import ResultError, UsageError
 from quantizer.graph.tracing.parameters import with_views
-from quantizer.results.calibrated import reuse_or_trace, stored_config
-from quantizer.results.calibrated_inputs import example_batch
+from quantizer.results.calibrated import check_model, stored_config
 from quantizer.results.folder import (
     COMMANDS_KEY,
     ORIGIN_FILES,
@@ -38,8 +38,8 @@ from quantizer.results.folder import (
     read_info,
     why_statistics_insufficient,
 )
+from quantizer.results.graph_file import example_batch, reuse_or_trace
 from quantizer.results.result_set import locked, require_result_folder
-from quantizer.results.same_calibration import check_model
 from quantizer.results.write import check_owner, require_expendable
 from quantizer.seeding import seed_everything
 from quantizer.sources.data import Batches

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import click
 
-from quantizer.cli.arguments.options import TABLE, Options, command, option, takes
+from quantizer.cli.arguments.grouped_command import command
+from quantizer.cli.arguments.options import TABLE, Options, option, takes
 from quantizer.cli.arguments.places import PathType, from_start, layers_of_results, write_output
 from quantizer.cli.run_folder import remember
 from quantizer.cli.terminal import output
@@ -22,7 +23,7 @@ from quantizer.config.wording import counted, did_you_mean
 from quantizer.errors import UsageError
 from quantizer.observers import BATCH_STATISTICS
 from quantizer.printable import json_text
-from quantizer.report.files import REPORT_INPUTS, write_report
+from quantizer.report.files import write_report
 from quantizer.results.folder import open_written
 from quantizer.results.result_set import locked, locked_as_opened, require_result_folder
 from quantizer.results.write import check_owner, require_expendable
@@ -143,7 +144,7 @@ def _write(
             planned=result.planned(),
             statistics=statistics,
         )
-        opened = open_written(target, REPORT_INPUTS)
+        opened = open_written(target)
         commands = None
         calib_command = before.opened.commands.get("calib")
         if calib_command is not None:

@@ -4,8 +4,8 @@ from dataclasses import dataclass
 
 import click
 
-from quantizer.cli.arguments.grouped_command import refuse_typed
-from quantizer.cli.arguments.options import Options, command, option, takes
+from quantizer.cli.arguments.grouped_command import command, refuse_typed
+from quantizer.cli.arguments.options import Options, option, takes
 from quantizer.cli.arguments.places import PathType, from_start
 from quantizer.printable import json_text, one_line
 from quantizer.report.files import REPORT_PAGE, write_report

@@ -25,7 +25,6 @@ from quantizer.sources.batches import Batch, prefix_batch_errors
 from quantizer.sources.data import Batches
 from quantizer.sources.directions import BY_NAME
 from quantizer.sources.models import Evaluate
-from quantizer.sources.padding import with_included
 from quantizer.sources.user_code import user_errors
 
 
@@ -67,7 +66,7 @@ class ModulePair:
         comparison = NetworkComparison([])
         samples = SampleFinder(lambda batch: list(outputs_of(self.reference, batch).values()))
         names = batches.arguments.names
-        marked = (with_included(batch, names) for batch in batches)
+        marked = (batch.with_included(names) for batch in batches)
         with RunStage(events, "test", batches.total) as stage:
             over_batches(
                 stage.counted(self.moved(marked)),

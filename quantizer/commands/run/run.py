@@ -12,7 +12,8 @@ from pathlib import Path
 import click
 
 from quantizer.cli import session
-from quantizer.cli.arguments.options import TARGET_OPTIONS, Options, command, option, takes
+from quantizer.cli.arguments.grouped_command import command
+from quantizer.cli.arguments.options import TARGET_OPTIONS, Options, option, takes
 from quantizer.cli.arguments.places import PathType, PluginWord, as_typed, from_start
 from quantizer.cli.modes import torchrun
 from quantizer.cli.modes.calib_mode import run_calib, with_remedy

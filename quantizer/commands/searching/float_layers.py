@@ -6,7 +6,6 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from quantizer.config.forms.level_edits import with_float
 from quantizer.calibration.events import Events, RunStage
 from quantizer.cli import session
 from quantizer.cli.modes.gates import (
@@ -23,6 +22,7 @@ from quantizer.cli.terminal.follow import progress
 from quantizer.cli.terminal.render import say_note
 from quantizer.cli.terminal.screen import without_notes
 from quantizer.commands.searching.trials import Figures, SearchContext, Subject, Trial, plan_of
+from quantizer.config.forms.level_edits import with_float
 from quantizer.config.json_types import JsonMapping, JsonObject
 from quantizer.config.roles import base_role, is_parameter
 from quantizer.config.wording import counted

@@ -23,10 +23,10 @@ from quantizer.cli.modes.gates import Gate, require_known_names
 from quantizer.cli.terminal.follow import progress, run_display
 from quantizer.cli.terminal.screen import without_notes
 from quantizer.config.document.document import Document
-from quantizer.config.dpu_accuracy import with_finetuning
 from quantizer.config.json_types import JsonMapping
 from quantizer.config.load import check_document
 from quantizer.config.model import Algorithm, ResolvedConfig
+from quantizer.config.run_options import with_finetuning
 from quantizer.errors import UsageError
 from quantizer.evaluation.analyze import WatchedData
 from quantizer.evaluation.scores import measure, score
@@ -42,7 +42,6 @@ from quantizer.seeding import seed_everything
 from quantizer.sources.batches import Batch
 from quantizer.sources.data import Batches
 from quantizer.sources.models import LoadedModel
-from quantizer.sources.padding import without_padding
 
 LEAST_GAIN = 0.01
 """A change gains something if it takes away this share of the distance from the gates. Less is
@@ -162,7 +161,7 @@ def _on_device(options: Options, batches: Batches, graph: Graph) -> Iterator[Bat
         graph: the trace that they will run through.
     """
     device = session.device_of(options)
-    for batch in without_padding(batches, graph):
+    for batch in batches.without_padding(graph):
         yield batch.to(device)
 
 

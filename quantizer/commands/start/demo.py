@@ -4,7 +4,7 @@ from pathlib import Path
 
 import click
 
-from quantizer.cli.arguments.options import command
+from quantizer.cli.arguments.grouped_command import command
 from quantizer.cli.arguments.places import PathType
 from quantizer.config.resources import resource
 from quantizer.errors import UsageError

@@ -7,11 +7,10 @@ import sys
 
 import click
 
-from quantizer.cli.arguments.grouped_command import refuse_typed
+from quantizer.cli.arguments.grouped_command import command, refuse_typed
 from quantizer.cli.arguments.options import (
     MODEL,
     Options,
-    command,
     output_option,
     overwrite_option,
     takes,

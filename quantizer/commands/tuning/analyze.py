@@ -10,8 +10,8 @@ from typing import Any
 import click
 
 from quantizer.cli import session
-from quantizer.cli.arguments.grouped_command import refuse_typed
-from quantizer.cli.arguments.options import LOOK, TABLE, Options, command, option, takes
+from quantizer.cli.arguments.grouped_command import command, refuse_typed
+from quantizer.cli.arguments.options import LOOK, TABLE, Options, option, takes
 from quantizer.cli.arguments.places import PathType, from_start, write_output
 from quantizer.cli.terminal import output
 from quantizer.cli.terminal.output import table_view
@@ -25,17 +25,18 @@ from quantizer.config.model import CAST_ONLY
 from quantizer.errors import UsageError
 from quantizer.evaluation import analyze as engine
 from quantizer.evaluation.ablation import Ablation
-from quantizer.evaluation.analyze import Analysis, Width, WidthChoice, width_bits
+from quantizer.evaluation.analyze import Analysis, WidthChoice, width_bits
 from quantizer.evaluation.width_choice import LARGEST_SIZE, Budget, sized_config
 from quantizer.graph.ir import Graph
 from quantizer.graph.names import path_names
 from quantizer.graph.passes import decided_on_data, run_passes
+from quantizer.layerwise.sensitivity import Width
 from quantizer.printable import json_text
-from quantizer.report.files import REPORT_INPUTS, write_report
+from quantizer.report.files import write_report
 from quantizer.report.next_step import TEST_OPTIONS
+from quantizer.results.calibrated import check_model, check_plan
 from quantizer.results.folder import ANALYSIS_FILE, QuantInfo, open_written, read_info
 from quantizer.results.result_set import locked_as_opened
-from quantizer.results.same_calibration import check_model, check_plan
 from quantizer.seeding import seed_everything
 from quantizer.storage.files import write_json
 
@@ -309,7 +310,7 @@ def _add_to_report(reported: QuantInfo, content: dict[str, Any]) -> None:
     folder = reported.folder
     with locked_as_opened(reported.files):
         write_json(folder / ANALYSIS_FILE, reported.with_checksum(content))
-        write_report(open_written(folder, REPORT_INPUTS))
+        write_report(open_written(folder))
 
 
 def _analyze_widths(

@@ -10,7 +10,8 @@ from dataclasses import dataclass, replace
 import click
 
 from quantizer.cli import session
-from quantizer.cli.arguments.options import MODEL, Options, command, takes
+from quantizer.cli.arguments.grouped_command import command
+from quantizer.cli.arguments.options import MODEL, Options, takes
 from quantizer.cli.arguments.places import from_start
 from quantizer.cli.modes import torchrun
 from quantizer.cli.modes.gates import (

@@ -24,7 +24,7 @@ from quantizer.config.json_types import JsonObject, JsonPath
 from quantizer.config.resources import presets
 from quantizer.config.wording import closest_word
 from quantizer.plugins import if_command
-from quantizer.storage.plain_files import read_start
+from quantizer.storage.system_calls import read_start
 
 MAX_CONFIG_BYTES = 1_000_000
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"

@@ -36,7 +36,7 @@ from quantizer.sources.batches import Batch
 from quantizer.sources.module_state import evaluating, without_cache
 from quantizer.storage.files import cannot_write
 from quantizer.storage.permission import replacing
-from quantizer.storage.replaced_folder import replaced_folder
+from quantizer.storage.replacing import replaced_folder
 
 # What quantization is assumed to cost where there is no float model to compare with.
 UNKNOWN_LOSS_DB = 23.0

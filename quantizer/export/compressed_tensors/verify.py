@@ -31,7 +31,7 @@ from quantizer.export.transformers_verify import (
     require_all_keys,
     verify_calls,
 )
-from quantizer.sources.files.transformers_folder import CONFIG_FILE
+from quantizer.sources.files.json_files import CONFIG_FILE
 from quantizer.sources.hugging_face.loader import read_checkpoint
 
 _WEIGHT_ACCESS = re.compile(r"\b(self|module)\.(?:([\w.]+)\.)?weight\b")

@@ -31,7 +31,7 @@ from quantizer.export.gguf.template import file_names
 from quantizer.export.gguf.vocabulary import vocabulary_keys
 from quantizer.export.hugging_face_folder import source_folder
 from quantizer.option_words import Sentence
-from quantizer.sources.files.transformers_folder import embedding_modules, pooling_mode
+from quantizer.sources.files.json_files import embedding_modules, pooling_mode
 
 TEMPLATE_HELP = (
     "give <--gguf_template FILE>, any .gguf of the same model, whose keys and tokenizer are "

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import gguf
 
-from quantizer.storage.plain_files import require_file_or_folder
+from quantizer.storage.system_calls import require_file_or_folder
 
 # Of all lists. The package reads elements one by one. A large vocabulary has a million.
 MAX_ELEMENTS = 4_000_000

@@ -35,7 +35,7 @@ from quantizer.graph.structure.language_parts import layers_behind_blocks
 from quantizer.nn.network import Network
 from quantizer.option_words import Sentence
 from quantizer.plan.model import TensorSpecs
-from quantizer.sources.files.transformers_folder import GPTQ_FILE
+from quantizer.sources.files.json_files import GPTQ_FILE
 from quantizer.sources.hugging_face import loader
 from quantizer.storage.files import write_json
 

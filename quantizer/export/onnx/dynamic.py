@@ -10,7 +10,7 @@ from quantizer.export.onnx.activations import FLOAT8_TYPES, round_units
 from quantizer.export.onnx.builder import NodeBuilder
 from quantizer.export.onnx.tensors import UINT8
 from quantizer.nn.quantized_tensor import QuantizedTensor
-from quantizer.numerics.code_range import SMALLEST_SCALE
+from quantizer.numerics.formats import SMALLEST_SCALE
 from quantizer.observers import code_range_of
 from quantizer.tables import NUMBER_FORMATS
 

@@ -25,9 +25,9 @@ from torch.utils import _pytree as pytree
 
 from quantizer.errors import QuantizerError
 from quantizer.storage.deferred_tensor import DeferredTensor
-from quantizer.storage.plain_files import require_file_or_folder
 from quantizer.storage.process_memory import size_text
 from quantizer.storage.safetensors_file import deferred_file, load_tensors
+from quantizer.storage.system_calls import require_file_or_folder
 
 DEFAULT_MAX_UNPACKED = 10**9
 """The bytes that a compressed file may unpack to by default. A file of a few bytes can claim
@@ -99,7 +99,7 @@ def read_deferred(path: Path, error: type[QuantizerError]) -> dict[str, Deferred
         require_data(path)
         try:
             return deferred_file(path)
-        except (SafetensorError, KeyError) as cause:
+        except SafetensorError as cause:
             text = f"it is truncated or not a safetensors file ({cause})"
             raise _UnreadableError(text, _AGAIN) from cause
 

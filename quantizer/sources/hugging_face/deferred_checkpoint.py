@@ -14,18 +14,18 @@ from quantizer.config.wording import first_names
 from quantizer.errors import ModelError
 from quantizer.graph.tracing.parameters import replace_parameters
 from quantizer.plugins import part
-from quantizer.sources.files.json_files import read_object
-from quantizer.sources.files.tensor_files import read_deferred
-from quantizer.sources.files.transformers_folder import (
+from quantizer.sources.files.json_files import (
     CHECKPOINT_FILE,
     CONFIG_FILE,
     FLOAT_FOLDER_HELP,
     QUANTIZATION_KEYS,
     load_pretrained,
+    read_object,
     require_inside,
 )
-from quantizer.storage.allocator import tune_for_large_tensors
+from quantizer.sources.files.tensor_files import read_deferred
 from quantizer.storage.deferred_tensor import DeferredTensor
+from quantizer.storage.process_memory import tune_for_large_tensors
 
 CHECKPOINT_INDEX = "model.safetensors.index.json"
 Dequantize = Callable[

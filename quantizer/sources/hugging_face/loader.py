@@ -14,14 +14,14 @@ from torch import nn
 
 from quantizer.config.wording import closest_word, counted, first_names
 from quantizer.errors import ModelError, pip_line
-from quantizer.sources.example_inputs import example_input
-from quantizer.sources.files.json_files import read_object
-from quantizer.sources.files.transformers_folder import (
+from quantizer.sources.arguments import example_input
+from quantizer.sources.files.json_files import (
     CHECKPOINT_FILE,
     CONFIG_FILE,
     QUANTIZATION_KEYS,
     embedding_modules,
     load_pretrained,
+    read_object,
     require_inside,
     require_readable,
 )
@@ -92,7 +92,7 @@ def load_model(spec: str, *, trust: bool) -> LoadedModel:
         )
     module = load_hugging_face(folder, trust=trust)
     example = partial(example_input, module)
-    return LoadedModel(module, type(module).__name__, tokenizer=folder, example=example)
+    return LoadedModel(module, tokenizer=folder, example=example)
 
 
 def load_hugging_face(folder: Path, *, trust: bool = False) -> nn.Module:

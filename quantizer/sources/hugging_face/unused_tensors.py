@@ -15,8 +15,7 @@ from torch import Tensor, nn
 
 from quantizer.config.wording import counted, first_names, listed
 from quantizer.errors import ModelError
-from quantizer.sources.files.json_files import read_object
-from quantizer.sources.files.transformers_folder import CONFIG_FILE, FLOAT_FOLDER_HELP
+from quantizer.sources.files.json_files import CONFIG_FILE, FLOAT_FOLDER_HELP, read_object
 from quantizer.sources.hugging_face.deferred_checkpoint import dequantizer_of, stored_tensors
 from quantizer.sources.tensor_kinds import dtype_name
 

@@ -12,11 +12,11 @@ from torch import Tensor, nn
 from quantizer.errors import DataError
 from quantizer.sources.arguments import arguments_of
 from quantizer.sources.batches import Batch
-from quantizer.sources.files.transformers_folder import load_pretrained
+from quantizer.sources.files.json_files import load_pretrained
 from quantizer.sources.images.images import read_image
 from quantizer.sources.texts.documents import Document, StoredImage
 from quantizer.sources.user_code import user_errors
-from quantizer.storage.child_process import run_apart
+from quantizer.storage.child_process import loaded_twice, run_apart
 
 _MEDIA_TOKENS = ("image_token_id", "image_token_index")
 """Where configs of transformers have the token in whose place an image goes."""
@@ -135,10 +135,11 @@ class IllustratedRows:
             with user_errors(what, DataError, remedy=_SAVE):
                 return load_pretrained("AutoProcessor", self._folder, trust=self.trust)
 
-        if not self.trust:
+        if self.trust:
+            processor = load()
+        else:
             size = sum(file.stat().st_size for file in self._folder.glob("*token*"))
-            run_apart(lambda: load() is None, what.rstrip(","), DataError, size=size)
-        processor = load()
+            processor = loaded_twice(load, what.rstrip(","), DataError, size=size)
         if getattr(processor, "image_processor", None) is None:
             raise DataError(
                 f"{place} has images, and the folder {self._folder} has no processor of them",

@@ -25,7 +25,7 @@ from quantizer.sources.files.json_files import parse_object
 from quantizer.sources.files.tensor_batches import prefetched
 from quantizer.sources.images.plugin import SUFFIXES
 from quantizer.sources.kinds import NamedData, no_files_of_any_kind
-from quantizer.storage.plain_files import read_start, require_file_or_folder
+from quantizer.storage.system_calls import read_start, require_file_or_folder
 
 _logger = logging.getLogger(__name__)
 

@@ -12,7 +12,7 @@ from quantizer.config.patterns import matching_limit
 from quantizer.config.wording import quoted
 from quantizer.errors import ModelError
 from quantizer.numerics.granularity import BlockSize
-from quantizer.sources.files.transformers_folder import FLOAT_FOLDER_HELP
+from quantizer.sources.files.json_files import FLOAT_FOLDER_HELP
 from quantizer.sources.quantized_folders.fp8_reader import read_block_size
 from quantizer.sources.quantized_folders.method_settings import MethodSettings
 

@@ -10,14 +10,14 @@ import torch
 from quantizer.config.json_types import JsonMapping
 from quantizer.config.wording import counted, listed
 from quantizer.errors import ModelError
-from quantizer.sources.files.json_files import read_object
-from quantizer.sources.files.transformers_folder import (
+from quantizer.sources.files.json_files import (
     CONFIG_FILE,
     FLOAT_FOLDER_HELP,
     GPTQ_FILE,
     MODELOPT_FILE,
     QUANTIZATION_KEY,
     QUANTIZATION_KEYS,
+    read_object,
 )
 from quantizer.sources.hugging_face.deferred_checkpoint import Dequantize
 from quantizer.sources.quantized_folders.awq_reader import AwqReader

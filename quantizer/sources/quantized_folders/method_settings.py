@@ -8,7 +8,7 @@ from typing import Any
 from quantizer.config.json_types import JsonMapping
 from quantizer.config.wording import listed, quoted
 from quantizer.errors import ModelError
-from quantizer.sources.files.transformers_folder import FLOAT_FOLDER_HELP
+from quantizer.sources.files.json_files import FLOAT_FOLDER_HELP
 
 
 @dataclass(frozen=True)

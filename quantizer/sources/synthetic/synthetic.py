@@ -16,11 +16,10 @@ from torch import Tensor, nn
 from quantizer.config.wording import counted
 from quantizer.errors import DataError, UsageError
 from quantizer.option_words import Sentence
-from quantizer.sources.arguments import arguments_of
+from quantizer.sources.arguments import arguments_of, longest_window
 from quantizer.sources.batches import Batch
-from quantizer.sources.data import DEFAULT_BATCH_SIZE, Batches, shape_of_spec
-from quantizer.sources.example_inputs import longest_window
-from quantizer.sources.kinds import NamedData
+from quantizer.sources.data import DEFAULT_BATCH_SIZE, Batches
+from quantizer.sources.kinds import NamedData, shape_of_spec
 from quantizer.sources.module_state import preserve_module_state
 from quantizer.sources.synthetic.batch_norm_inputs import (
     STEPS,
@@ -153,8 +152,7 @@ def _input_batches(data: NamedData, module: nn.Module, example: Batch) -> Batche
         )
         return batches
 
-    batches = _made_once(make, starts, data.spec, way)
-    return replace(batches, length=math.ceil(samples / size), arguments=arguments_of(module))
+    return _made_once(make, starts, data.spec, way, length=math.ceil(samples / size))
 
 
 def _token_batches(data: NamedData, module: nn.Module, example: Batch) -> Batches:
@@ -179,24 +177,27 @@ def _token_batches(data: NamedData, module: nn.Module, example: Batch) -> Batche
     samples = data.samples or DEFAULT_SEQUENCES
     size = data.batch_size or 1
     way = f"{counted(samples, 'sequence')} of {length} tokens sampled from the model"
+    first = first_tokens(samples, vocabulary, data.seed)
 
     def starts() -> Iterator[Batch]:
-        first = first_tokens(samples, vocabulary, data.seed)
         for part in torch.split(first, size):
             yield fill(part.repeat(1, length))
 
     def make() -> list[Batch]:
         _logger.info("making %s", way)
-        first = first_tokens(samples, vocabulary, data.seed)
         ids = sample_tokens(module, fill, first, length, seed=data.seed)
         return [fill(part.clone()) for part in torch.split(ids, size)]
 
-    batches = _made_once(make, starts, data.spec, way)
-    return replace(batches, length=math.ceil(samples / size), arguments=arguments_of(module))
+    return _made_once(make, starts, data.spec, way, length=math.ceil(samples / size))
 
 
 def _made_once(
-    make: Callable[[], list[Batch]], starts: Callable[[], Iterator[Batch]], spec: str, way: str
+    make: Callable[[], list[Batch]],
+    starts: Callable[[], Iterator[Batch]],
+    spec: str,
+    way: str,
+    *,
+    length: int,
 ) -> Batches:
     """Return batches that `make` returns at the first pass.
 
@@ -205,9 +206,12 @@ def _made_once(
         starts: yields batches with the same shapes, without running the model.
         spec: the value of `--data`.
         way: says how the batches are made.
+        length: how many they are.
     """
     make_once = call_once_if_list(make)
-    return Batches(lambda: iter(make_once()), spec, stamp=STAMP, way=way, open_shapes=starts)
+    return Batches(
+        lambda: iter(make_once()), spec, stamp=STAMP, length=length, way=way, open_shapes=starts
+    )
 
 
 def _filled(example: Batch, ids: Tensor) -> Batch:

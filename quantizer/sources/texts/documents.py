@@ -11,7 +11,7 @@ from quantizer import plugins
 from quantizer.config.wording import a_kind
 from quantizer.errors import DataError
 from quantizer.sources.files.json_files import parse_object, read_text
-from quantizer.storage.plain_files import require_file_or_folder
+from quantizer.storage.system_calls import require_file_or_folder
 
 TEXT = "text"
 MESSAGES = "messages"

@@ -15,10 +15,9 @@ from torch import Tensor, nn
 from quantizer.config.wording import counted
 from quantizer.errors import DataError, UsageError
 from quantizer.plugins import part
-from quantizer.sources.arguments import arguments_of
+from quantizer.sources.arguments import DEFAULT_SEQ_LEN, arguments_of
 from quantizer.sources.batches import UNSCORED, Batch
 from quantizer.sources.data import Batches
-from quantizer.sources.example_inputs import DEFAULT_SEQ_LEN
 from quantizer.sources.kinds import NamedData
 from quantizer.sources.texts.documents import Document, read_documents
 from quantizer.sources.texts.tokenizer import TextTokenizer, has_tokenizer, load_tokenizer

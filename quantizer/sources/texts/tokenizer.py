@@ -14,10 +14,10 @@ from typing import Any
 
 from quantizer.config.wording import a_kind
 from quantizer.errors import DataError, pip_line
-from quantizer.sources.files.transformers_folder import load_pretrained, require_readable
+from quantizer.sources.files.json_files import load_pretrained, require_readable
 from quantizer.sources.texts.documents import Document
 from quantizer.sources.user_code import user_errors
-from quantizer.storage.child_process import run_apart
+from quantizer.storage.child_process import loaded_twice, run_apart
 
 _FILE = "tokenizer.json"
 _SETTINGS = "tokenizer_config.json"
@@ -63,13 +63,8 @@ def _load_file(file: Path) -> Any:
             message = f"{file} cannot be read as a tokenizer: {cause}"
             raise DataError(message, help=_FORMS) from cause
 
-    _try_apart(load, f"reading the tokenizer {file}", _size(file.parent))
-    return load()
-
-
-def _try_apart(load: Callable[[], Any], what: str, size: int) -> None:
-    """Check in another process that what a file names can be loaded within the limits."""
-    run_apart(lambda: load() is None, what, DataError, size=size)
+    what = f"reading the tokenizer {file}"
+    return loaded_twice(load, what, DataError, size=_size(file.parent))
 
 
 def _size(folder: Path) -> int:
@@ -97,9 +92,10 @@ def _load_from_folder(folder: Path, trust: bool) -> Any:
         with user_errors(f"transformers, loading the tokenizer of {folder},", DataError):
             return load_pretrained("AutoTokenizer", folder, trust=trust)
 
-    if not trust:
-        _try_apart(load, f"reading the tokenizer of {folder}", _size(folder))
-    return load()
+    if trust:
+        return load()
+    what = f"reading the tokenizer of {folder}"
+    return loaded_twice(load, what, DataError, size=_size(folder))
 
 
 def _is_code(folder: Path) -> bool:
