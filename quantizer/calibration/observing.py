@@ -20,8 +20,8 @@ from quantizer.config.model import QuantizationSpec
 from quantizer.config.roles import is_parameter
 from quantizer.config.wording import first_names
 from quantizer.errors import DataError, ModelError, QuantizerError, ResultError
+from quantizer.layerwise.round_to_nearest import shared_steps
 from quantizer.layerwise.sequential_runner import no_batches
-from quantizer.layerwise.shared_steps import shared_steps
 from quantizer.nn.execution import Watchers
 from quantizer.nn.quantized_tensor import QuantizedTensor
 from quantizer.numerics.formats import format_named

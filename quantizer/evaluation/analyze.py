@@ -14,14 +14,15 @@ from quantizer.config.model import QuantizationSpec
 from quantizer.config.roles import base_role
 from quantizer.errors import GateError
 from quantizer.graph.channels.output_parts import output_parts
-from quantizer.layerwise.output_gradients import PROJECTIONS, predicted_noise
 from quantizer.layerwise.sensitivity import (
+    PROJECTIONS,
     AfterLayer,
     Candidate,
     OutputsOf,
     layer_errors,
     noise_of,
     output_noise,
+    predicted_noise,
     rounded_weights,
     with_width,
 )

@@ -129,8 +129,7 @@ class Gram:
                 raise ObservationError(
                     f"Values as large as {input.abs().max():g} have squares beyond float32."
                 )
-            nans = int(input.isnan().sum())
-            raise NonFiniteError(nans, int(input.isinf().sum()), input.numel())
+            raise NonFiniteError(input)
 
     def merge(self, ranks: Ranks, to: int | None = None) -> None:
         """Take in what the other ranks have summed up of their batches, at rank `to` or at all.

@@ -25,8 +25,7 @@ from quantizer.distributed import merge_in_batch_order
 from quantizer.errors import DataError
 from quantizer.graph.ir import Node
 from quantizer.graph.tracing.parameters import move_module
-from quantizer.layerwise.activation_store import ActivationStore
-from quantizer.layerwise.sequential_runner import SequentialRunner
+from quantizer.layerwise.sequential_runner import ActivationStore, SequentialRunner
 
 
 def run_bias_correction(

@@ -27,9 +27,8 @@ from quantizer.config.wording import counted
 from quantizer.graph.channels.output_parts import Output, output_parts
 from quantizer.graph.ir import Graph
 from quantizer.graph.tracing.parameters import move_module
-from quantizer.layerwise.activation_store import ActivationStore
 from quantizer.layerwise.adjustment import RoundedWeight
-from quantizer.layerwise.sequential_runner import SequentialRunner
+from quantizer.layerwise.sequential_runner import ActivationStore, SequentialRunner
 from quantizer.nn.execution import float_leaves
 from quantizer.nn.network import Network
 from quantizer.numerics.qparams import QParams

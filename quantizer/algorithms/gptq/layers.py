@@ -14,10 +14,8 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from quantizer.algorithms.gptq.block_rounder import ColumnScales
-from quantizer.algorithms.gptq.column_scales import column_scales, scale_index
-from quantizer.algorithms.gptq.member import Member
-from quantizer.algorithms.gptq.rows import OpenGroups, round_columns
+from quantizer.algorithms.gptq.member import Member, column_scales, scale_index
+from quantizer.algorithms.gptq.rows import ColumnScales, OpenGroups, round_columns
 from quantizer.algorithms.gptq.sweeps import Refinement, may_refit_scales
 from quantizer.algorithms.gptq.target import GptqTarget, Hessian, Products
 from quantizer.config.model import QuantizationSpec

@@ -18,6 +18,7 @@ from quantizer.config.wording import first_names
 from quantizer.graph.edits import by_channel, channels_of, reads_one_by_one, rescale_weight
 from quantizer.graph.ir import Graph, Node
 from quantizer.layerwise.adjustment import Adjustment
+from quantizer.layerwise.fold import parameter
 from quantizer.nn.network import Network
 from quantizer.plan.model import Plan
 from quantizer.sources.batches import Batch, prefix_batch_errors
@@ -247,30 +248,21 @@ def level_adjustment(graph: Graph, exponents: Exponents) -> Adjustment:
             continue
         factors = _factors(exponents[first.name])
         factors = factors.to(graph.device)
-        weight = _parameter(graph, changes, first, "weight")
+        weight = parameter(graph, changes, first.name)
         scaled = rescale_weight(first, loaded(weight), outputs=factors)
         scaled = deferred_like(weight, scaled)
         changes = changes.with_parameters(first.name, weight=scaled)
         if "bias" in first.params:
-            bias = _parameter(graph, changes, first, "bias")
+            bias = parameter(graph, changes, first.name, "bias")
             bias = loaded(bias)
             bias = (bias * factors).to(bias.dtype)
             changes = changes.with_parameters(first.name, bias=bias)
-        weight = _parameter(graph, changes, second, "weight")
+        weight = parameter(graph, changes, second.name)
         inverse = 1 / factors[list(pair.channels)]
         scaled = rescale_weight(second, loaded(weight), inputs=inverse)
         scaled = deferred_like(weight, scaled)
         changes = changes.with_parameters(second.name, weight=scaled)
     return changes
-
-
-def _parameter(graph: Graph, changes: Adjustment, node: Node, key: str) -> Tensor:
-    """Return a layer's parameter with the changes so far."""
-    changed = changes.parameters.get(node.name, {})
-    if key in changed:
-        return changed[key]
-    path = node.params[key]
-    return graph.tensors[path].detach()
 
 
 def level_sentence(exponents: Exponents) -> str:
