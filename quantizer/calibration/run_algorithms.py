@@ -27,7 +27,6 @@ from quantizer.calibration.snapshots import (
     value_of,
 )
 from quantizer.calibration.target import AlgorithmScope
-from quantizer.calibration.watches import require_finite
 from quantizer.config.algorithms import ALGORITHMS
 from quantizer.config.forms.algorithm_words import algorithm_entry
 from quantizer.config.model import Algorithm
@@ -47,7 +46,7 @@ from quantizer.layerwise.adjustment import (
 )
 from quantizer.nn.network import Network
 from quantizer.numerics.qparams import QParams
-from quantizer.observers import NonFiniteError
+from quantizer.observers import NonFiniteError, require_finite
 from quantizer.plugins import loaded
 from quantizer.sources.batches import Batch
 

@@ -27,8 +27,7 @@ from quantizer.layerwise.sensitivity import (
     with_width,
 )
 from quantizer.layerwise.sensitivity import Width as Width  # re-exported
-from quantizer.nn.execution import Execution
-from quantizer.nn.network import Network
+from quantizer.nn.network import Execution, Network
 from quantizer.numerics.codes import bits_of
 from quantizer.numerics.metrics import decibel
 from quantizer.plan.joining.tied_scales import fused_layers

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from quantizer.calibration.module_attach import put
+from quantizer.calibration.changed_modules import put
 from quantizer.config.roles import is_parameter, parameter_name
 from quantizer.config.wording import a_kind
 from quantizer.errors import ModelError, VerificationError

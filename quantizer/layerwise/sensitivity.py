@@ -23,8 +23,7 @@ from quantizer.layerwise.output_error import output_error
 from quantizer.layerwise.patches import weight_matrix
 from quantizer.layerwise.round_to_nearest import nearest_qparams
 from quantizer.layerwise.sequential_runner import SequentialRunner, no_batches, watching
-from quantizer.nn.execution import Execution
-from quantizer.nn.network import Network
+from quantizer.nn.network import Execution, Network
 from quantizer.nn.quantized_tensor import QuantizedTensor
 from quantizer.nn.quantizer import TensorQuantizer
 from quantizer.numerics.metrics import energy

@@ -20,8 +20,7 @@ from torch.utils import _pytree as pytree
 from quantizer.distributed import ALONE, Ranks
 from quantizer.errors import DataError
 from quantizer.graph.ir import Node
-from quantizer.nn.execution import NO_WATCHERS, Execution, Watchers, layer_arguments
-from quantizer.nn.network import Network
+from quantizer.nn.network import NO_WATCHERS, Execution, Network, Watchers, layer_arguments
 from quantizer.sources.batches import Batch, prefix_batch_errors, prefix_errors
 from quantizer.sources.tensor_kinds import count_not_finite
 from quantizer.storage import process_memory

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from quantizer.graph.ir import Node
-from quantizer.nn.execution import Execution
-from quantizer.nn.network import Network
+from quantizer.nn.network import Execution, Network
 from quantizer.storage.deferred_tensor import DeferredTensor, keep_loaded
 
 _BYTES_OF_SMALL_WEIGHTS = 1 << 24

@@ -52,6 +52,20 @@ class NonFiniteError(ObservationError):
         )
 
 
+def require_finite(value: Tensor) -> None:
+    """Raise an error if there is NaN or infinity.
+
+    Raises:
+        NonFiniteError: there is. It counts both.
+    """
+    if not value.is_floating_point() or not value.numel():
+        return
+    low, high = value.aminmax()
+    is_finite = low.isfinite() & high.isfinite()
+    if not bool(is_finite):
+        raise NonFiniteError(value)
+
+
 class NegativeValuesError(ObservationError):
     """A batch held negative values, which unsigned symmetric codes cannot represent."""
 

@@ -22,8 +22,7 @@ import torch
 from torch import Tensor
 
 from quantizer.algorithms.equalization.equalization import LayerPair, find_pairs
-from quantizer.calibration.request import CalibrationRequest, CalibrationState
-from quantizer.calibration.step import Decision
+from quantizer.calibration.request import CalibrationRequest, CalibrationState, Decision
 from quantizer.config.model import QuantizationSpec
 from quantizer.config.wording import counted
 from quantizer.graph.channels.axis_rules import is_padded
@@ -31,8 +30,7 @@ from quantizer.graph.channels.labels import passes_shifts
 from quantizer.graph.edits import by_channel, with_weights
 from quantizer.graph.ir import Graph, Node, PassChange
 from quantizer.graph.passes import graph_before
-from quantizer.nn.execution import Execution
-from quantizer.nn.network import Network
+from quantizer.nn.network import Execution, Network
 from quantizer.nn.quantizer import TensorQuantizer
 from quantizer.numerics.metrics import decibel, energy
 from quantizer.sources.batches import Batch, prefix_batch_errors

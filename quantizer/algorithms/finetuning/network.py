@@ -29,8 +29,7 @@ from quantizer.graph.ir import Graph
 from quantizer.graph.tracing.parameters import move_module
 from quantizer.layerwise.adjustment import RoundedWeight
 from quantizer.layerwise.sequential_runner import ActivationStore, SequentialRunner
-from quantizer.nn.execution import float_leaves
-from quantizer.nn.network import Network
+from quantizer.nn.network import Network, float_leaves
 from quantizer.numerics.qparams import QParams
 from quantizer.sources.batches import Batch
 

@@ -18,8 +18,7 @@ from quantizer.algorithms.power_of_two_equalization.layers import (
     level_adjustment,
     level_sentence,
 )
-from quantizer.calibration.request import CalibrationRequest, CalibrationState
-from quantizer.calibration.step import Decision
+from quantizer.calibration.request import CalibrationRequest, CalibrationState, Decision
 from quantizer.graph.edits import channels_of
 from quantizer.graph.ir import Graph
 from quantizer.layerwise.adjustment import Adjustment

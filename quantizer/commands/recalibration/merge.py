@@ -9,9 +9,8 @@ from typing import Any
 import click
 
 from quantizer.calibration import fingerprint, steps
-from quantizer.calibration.request import CalibrationRequest, StoredStatistics
-from quantizer.calibration.step import decisions_of
-from quantizer.calibration.target import TracedTarget
+from quantizer.calibration.request import CalibrationRequest, StoredStatistics, decisions_of
+from quantizer.calibration.target import Target
 from quantizer.cli.arguments.options import Options, command, option, takes
 from quantizer.cli.arguments.places import PathType, from_start
 from quantizer.cli.arguments.reproduction import (
@@ -122,7 +121,7 @@ def _merge(places: list[Path], folder: Path, options: Options) -> Outcome:
             stamp=_stamp(infos),
         )
         request = CalibrationRequest(
-            target=TracedTarget(original),
+            target=Target(original),
             config=config,
             batches=batches,
             events=run_display({}, quiet=options.quiet),

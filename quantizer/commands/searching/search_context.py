@@ -11,7 +11,7 @@ from functools import partial
 from quantizer.calibration import steps
 from quantizer.calibration.events import Events, RunStage
 from quantizer.calibration.request import CalibrationRequest
-from quantizer.calibration.target import TracedTarget
+from quantizer.calibration.target import Target
 from quantizer.cli.arguments.options import Options
 from quantizer.cli.modes.calib_mode import require_calibration_room
 from quantizer.cli.modes.gates import Gate, require_known_names
@@ -85,7 +85,7 @@ class Subject:
             ConfigError, ModelError, DataError: as `run_calibration`.
         """
         request = CalibrationRequest(
-            target=TracedTarget(self.original),
+            target=Target(self.original),
             config=config,
             batches=self.batches,
             events=events or run_display(self.read.sources, quiet=True),
