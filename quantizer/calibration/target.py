@@ -8,7 +8,7 @@ import logging
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from quantizer.calibration.observing import Observable
 from quantizer.calibration.solution import Solution, encode_parameters
@@ -66,7 +66,7 @@ class Target:
         """Return the graph as it is now."""
         return self.original if self.changed is None else self.changed
 
-    def prepared(self, config: ResolvedConfig, kept: Mapping[str, Any] | None = None) -> Self:
+    def prepared(self, config: ResolvedConfig, kept: Mapping[str, Any] | None = None) -> Target:
         """Return the target with its graph in the form that is planned.
 
         Args:
@@ -103,7 +103,7 @@ class Target:
             fitting=lambda algorithm, structure: structure,
         )
 
-    def adjusted(self, adjustment: Adjustment) -> Self:
+    def adjusted(self, adjustment: Adjustment) -> Target:
         """Return the target with an adjustment, which keeps the float function.
 
         Raises:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from itertools import pairwise
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -281,6 +281,19 @@ Watchers = Mapping[str, Callable[[Tensor], None]]
 NO_WATCHERS: Watchers = {}
 
 
+class Runnable(Protocol):
+    """A network that is executed node by node; see `Network`."""
+
+    graph: Graph
+    last_uses: Mapping[str, Sequence[str]]
+    overwritten: Collection[str]
+
+    def run_node(self, node: Node, values: Mapping[str, Any]) -> Any:
+        """Return the node's value. `values` has those of the nodes that it reads, and that of
+        the node itself if it is an input.
+        """
+
+
 class Execution:
     """The values that are alive between two nodes. `position` is the next node's index.
 
@@ -289,7 +302,7 @@ class Execution:
         inputs: its inputs for the batch, in order.
     """
 
-    def __init__(self, network: Network, inputs: Sequence[Any]) -> None:
+    def __init__(self, network: Runnable, inputs: Sequence[Any]) -> None:
         names = [node.name for node in network.graph.nodes if node.op == "input"]
         self.network = network
         self.position = 0
