@@ -100,26 +100,21 @@ class ModuleTarget(Target):
             if getattr(config.settings, setting):
                 name = names[setting]
                 remedy = "set it to false" if name == setting else "remove it"
-                raise UsageError(
-                    f"{name} {effect}, which needs a trace of the model",
-                    help=f"{remedy}, or {_USE_TRACE}",
-                )
+                raise _needs_trace(f"{name} {effect}", remedy)
         for rule in config.rules:
             if rule.selector.kind in ("cache", "cache_source"):
-                raise UsageError(
+                text = (
                     f"{rule.selector.place}: kv_cache_quant_config quantizes keys and values "
-                    "of attentions, which needs a trace of the model",
-                    help=f"remove it, or {_USE_TRACE}",
+                    "of attentions"
                 )
-            roles = rule.roles or frozenset()
-            between = sorted(roles & {"input", "activation"})
+                raise _needs_trace(text, "remove it")
+            between = sorted((rule.roles or frozenset()) & {"input", "activation"})
             if between:
-                raise UsageError(
-                    f"{rule.roles_place}: quantizable_data_type has {' and '.join(between)}: "
-                    "the values between operators can only be quantized in a trace of the "
-                    "model",
-                    help=f'list "weights" and "bias" alone, or {_USE_TRACE}',
+                text = (
+                    f"{rule.roles_place}: quantizable_data_type has {' and '.join(between)}, "
+                    "values between operators"
                 )
+                raise _needs_trace(text, 'list "weights" and "bias" alone')
         return self
 
     def plan(self, config: ResolvedConfig) -> Plan:
@@ -246,6 +241,13 @@ class ModuleTarget(Target):
             path = self.graph.by_name[name].scope
             rectify_output(self.model.get_submodule(path))
         return solution
+
+
+def _needs_trace(text: str, remedy: str) -> UsageError:
+    """Return the error about what a config asks for, and modules in place do not have."""
+    return UsageError(
+        f"{text}, which needs a trace of the model", help=f"{remedy}, or {_USE_TRACE}"
+    )
 
 
 def _quantized_paths(plan: Plan) -> set[str]:
