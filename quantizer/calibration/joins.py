@@ -120,13 +120,15 @@ def _scaled(
     adjustment = scaled_joins.scaling_adjustment(state.plan.graph, scalings)
     target = state.target.adjusted(adjustment)
     plan = target.plan(request.config)
-    inserted = adjustment.insertions
-    if not scaled_joins.is_seen(state.calibration, plan, scalings, inserted):
+    calibration = scaled_joins.taken_over(
+        state.calibration, plan, scalings, adjustment.insertions
+    )
+    if calibration is None:
         return None
     return replace(
         state,
         target=target,
-        calibration=scaled_joins.taken_over(state.calibration, plan, scalings, inserted),
+        calibration=calibration,
         adjustment=state.adjustment.followed_by(adjustment),
     )
 

@@ -277,10 +277,10 @@ def test_powers_of_two_stay_powers_of_two(mode: str, tmp_path: Path) -> None:
     )
     _, before, made = of_toy("residual", tmp_path, mode, content)
     for name, found in made.layers.items():
-        mantissa, _ = torch.frexp(found.scale)
+        mantissa, _ = torch.frexp(found.qparams.scale)
         assert (mantissa == 0.5).all()
         if mode == "adaround":
-            assert torch.equal(found.scale, before.tensors[name, "weights"].scale)
+            assert torch.equal(found.qparams.scale, before.tensors[name, "weights"].scale)
 
 
 def test_float_layers_and_fine_grids_are_left_alone(tmp_path: Path) -> None:
