@@ -181,24 +181,23 @@ class Calibration:
             tensors[key] = tensor
             if tensor.is_calibrated:
                 places.add(tensor.place)
-        observers = {}
-        for key, observer in self.observers.items():
-            if key in tensors:
-                observers[key] = observer
-        histograms = {}
-        for place, observer in self.histograms.items():
-            if place in places:
-                histograms[place] = observer
+        observers = {
+            key: observer for key, observer in self.observers.items() if key in tensors
+        }
+        histograms = {
+            place: observer for place, observer in self.histograms.items() if place in places
+        }
         plan = replace(self.plan, tensors=tensors)
         return replace(self, plan=plan, observers=observers, histograms=histograms)
 
     @property
     def calibrated(self) -> dict[Key, Observer]:
         """Return the observers of activations, each once, and their histograms."""
-        observers = {}
-        for key, observer in self._unique_observers().items():
-            if not is_parameter(key[1]):
-                observers[key] = observer
+        observers = {
+            key: observer
+            for key, observer in self._unique_observers().items()
+            if not is_parameter(key[1])
+        }
         return {**observers, **self._histograms()}
 
     def _parts(self) -> dict[Key, Observer | ChannelMean]:
@@ -207,10 +206,11 @@ class Calibration:
         Groups of weights have too many scales to store: they are observed again when a
         calibration is resumed.
         """
-        parts: dict[Key, Observer | ChannelMean] = {}
-        for key, observer in self._unique_observers().items():
-            if not observer.spec.has_groups:
-                parts[key] = observer
+        parts: dict[Key, Observer | ChannelMean] = {
+            key: observer
+            for key, observer in self._unique_observers().items()
+            if not observer.spec.has_groups
+        }
         parts |= self._histograms()
         for layer, mean in self.means.items():
             parts[layer, "output"] = mean

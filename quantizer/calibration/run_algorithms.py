@@ -246,9 +246,10 @@ def algorithms_report(
             "error": layer.after,
             "is_rtn": not layer.after < layer.before,
         }
-    inserted = []
-    for row in adjustment.insertions:
-        inserted.append({"layer": row.name, "reads": row.source, "readers": list(row.readers)})
+    inserted = [
+        {"layer": row.name, "reads": row.source, "readers": list(row.readers)}
+        for row in adjustment.insertions
+    ]
     parameters = adjustment.parameters
     remarks = adjustment.remarks
     return {

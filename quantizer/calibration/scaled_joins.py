@@ -190,10 +190,9 @@ def taken_over(
     if not all(_is_seen(before, tensor, parts) for tensor in plan.tensors.values()):
         return None
     after = observing.create_observers(plan)
-    observers = {}
-    for key, observer in before.observers.items():
-        if not is_parameter(key[1]):
-            observers[key] = observer
+    observers = {
+        key: observer for key, observer in before.observers.items() if not is_parameter(key[1])
+    }
     shared: dict[str, Observer] = {}
     for key, observer in after.observers.items():
         source = plan.tensors[key].source

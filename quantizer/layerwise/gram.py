@@ -309,9 +309,7 @@ def quantized_layers(task: Task, group: InputGroup) -> list[str]:
 
 def deepest(network: Network, layers: Iterable[str]) -> int:
     """Return the largest number of inputs that an output of these layers is a sum of."""
-    depths = []
-    for name in layers:
-        depths.append(matrix_shape(network.layers[name])[2])
+    depths = [matrix_shape(network.layers[name])[2] for name in layers]
     return max(depths)
 
 

@@ -20,7 +20,14 @@ from torch.utils import _pytree as pytree
 from quantizer.distributed import ALONE, Ranks
 from quantizer.errors import DataError
 from quantizer.graph.ir import Node
-from quantizer.nn.network import NO_WATCHERS, Execution, Network, Watchers, layer_arguments
+from quantizer.nn.network import (
+    NO_WATCHERS,
+    Execution,
+    Network,
+    Watchers,
+    deferred_tensors,
+    layer_arguments,
+)
 from quantizer.sources.batches import Batch, prefix_batch_errors, prefix_errors
 from quantizer.sources.tensor_kinds import count_not_finite
 from quantizer.storage import process_memory
@@ -207,10 +214,7 @@ class SequentialRunner:
         start = self._runs[0].execution.position
         weights = []
         for node in graph.nodes[start:stop]:
-            layer = self.network.layers[node.name]
-            for tensor in (*layer.parameters(), *layer.buffers()):
-                if isinstance(tensor, DeferredTensor):
-                    weights.append(tensor)
+            weights += deferred_tensors(self.network.layers[node.name])
         size = sum(tensor.nbytes for tensor in weights)
         if size > half_of_what_is_free(graph.device):
             return keep_loaded([])

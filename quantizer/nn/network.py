@@ -183,9 +183,15 @@ def _prefetch(layer: Layer) -> None:
     """Read a layer's weights while a device computes the layers before. The CPU has no time to
     spare.
     """
-    for tensor in (*layer.parameters(), *layer.buffers()):
-        if isinstance(tensor, DeferredTensor) and tensor.device != CPU:
+    for tensor in deferred_tensors(layer):
+        if tensor.device != CPU:
             tensor.prefetch()
+
+
+def deferred_tensors(layer: nn.Module) -> list[DeferredTensor]:
+    """Return the parameters and buffers of a layer that are in files."""
+    tensors = (*layer.parameters(), *layer.buffers())
+    return [tensor for tensor in tensors if isinstance(tensor, DeferredTensor)]
 
 
 def _names_of_lengths(graph: Graph) -> dict[int, dict[int, str]]:
@@ -379,11 +385,11 @@ class Execution:
 
 def float_leaves(output: Any) -> list[Tensor]:
     """Return the floating-point tensors of a nested output, in order."""
-    tensors = []
-    for leaf in pytree.tree_leaves(output):
-        if isinstance(leaf, Tensor) and leaf.is_floating_point():
-            tensors.append(leaf)
-    return tensors
+    return [
+        leaf
+        for leaf in pytree.tree_leaves(output)
+        if isinstance(leaf, Tensor) and leaf.is_floating_point()
+    ]
 
 
 def layer_arguments(node: Node, values: Mapping[str, Any]) -> dict[str, Any]:

@@ -173,9 +173,7 @@ def decide_absorption(graph: Graph, batches: Iterable[Batch]) -> Record:
     Raises:
         DataError: the network cannot run a batch.
     """
-    pairs = []
-    for absorption in find_absorptions(graph):
-        pairs.append((absorption, _Energies()))
+    pairs = [(absorption, _Energies()) for absorption in find_absorptions(graph)]
     if not pairs:
         return {}
     network = Network(graph)

@@ -166,10 +166,11 @@ class FinetuningResult:
         )
         if self.undone:
             return f"finetuning undone, because the output became worse: {figures}"
-        shares = []
-        for layer in self.layers.values():
-            if layer.after < layer.before:
-                shares.append(layer.after / layer.before)
+        shares = [
+            layer.after / layer.before
+            for layer in self.layers.values()
+            if layer.after < layer.before
+        ]
         parts = [f"{len(shares)} of {counted(len(self.layers), 'layer')} finetuned"]
         if self.plain:
             verb = "keeps" if self.plain == 1 else "keep"
