@@ -148,12 +148,8 @@ class Calibration:
         for key, observer in self.observers.items():
             if id(observer) in new:
                 observers[key] = new[id(observer)]
-        histograms = {}
-        for place, observer in self.histograms.items():
-            histograms[place] = new[id(observer)]
-        means = {}
-        for layer, mean in self.means.items():
-            means[layer] = ChannelMean(mean.ch_axis)
+        histograms = {place: new[id(observer)] for place, observer in self.histograms.items()}
+        means = {layer: ChannelMean(mean.ch_axis) for layer, mean in self.means.items()}
         return Calibration(self.plan, observers, histograms, means)
 
     def unseen(self) -> Calibration:
@@ -355,9 +351,7 @@ def watchers(calibration: Calibration) -> Watchers:
     Inf.
     """
     # By node, observer and channels, as several layers that read a value may share an observer
-    watched: dict[str, dict[object, _Watch]] = {}
-    for layer in calibration.means:
-        watched[layer] = {}
+    watched: dict[str, dict[object, _Watch]] = {layer: {} for layer in calibration.means}
     histograms = dict(calibration.histograms)
     for key, tensor in calibration.plan.tensors.items():
         if is_parameter(tensor.role):

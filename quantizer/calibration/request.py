@@ -155,9 +155,10 @@ class CalibrationRequest:
     @cached_property
     def _key(self) -> Mapping[str, Any]:
         """Return what every checkpoint of this run belongs to."""
-        key = {}
-        for name, digests in self.model_digests.items():
-            key[name] = fingerprint.value_digest(digests)
+        key = {
+            name: fingerprint.value_digest(digests)
+            for name, digests in self.model_digests.items()
+        }
         key["config"] = fingerprint.config_digest(self.config)
         return {**key, **self.facts}
 

@@ -216,9 +216,9 @@ def _agreed(request: CalibrationRequest, adjustment: Adjustment) -> Adjustment:
         return adjustment
     request.batches.require_same(ranks)
     snapshot = snapshot_of(adjustment)
-    tensors = {}
-    for name, tensor in snapshot.tensors.items():
-        tensors[name] = fingerprint.tensor_digest(tensor)
+    tensors = {
+        name: fingerprint.tensor_digest(tensor) for name, tensor in snapshot.tensors.items()
+    }
     digest = fingerprint.value_digest([tensors, snapshot.state])
     digests = ranks.gather(digest, "the end of an algorithm")
     if len(set(digests)) == 1:

@@ -184,9 +184,9 @@ def taken_over(
         scalings: of the joins.
         inserted: the layer that multiplies, for each scaling.
     """
-    parts: dict[str, tuple[ScaledPart, ...]] = {}
-    for row, scaling in zip(inserted, scalings, strict=True):
-        parts[row.name] = scaling.parts
+    parts: dict[str, tuple[ScaledPart, ...]] = {
+        row.name: scaling.parts for row, scaling in zip(inserted, scalings, strict=True)
+    }
     if not all(_is_seen(before, tensor, parts) for tensor in plan.tensors.values()):
         return None
     after = observing.create_observers(plan)

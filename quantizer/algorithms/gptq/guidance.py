@@ -84,9 +84,7 @@ def token_weights(network: Network, task: Task, power: float) -> dict[str, Tenso
             for value, energy in energies.items():
                 weight = energy.pow(power)
                 batch_weights.setdefault(value, []).append(weight)
-    weights = {}
-    for value, tensors in batch_weights.items():
-        weights[value] = torch.cat(tensors)
+    weights = {value: torch.cat(tensors) for value, tensors in batch_weights.items()}
     means = _means(weights, task.ranks)
     for mean in means.values():
         if not math.isfinite(mean):
@@ -127,10 +125,7 @@ def _means(weights: Mapping[str, Tensor], ranks: Ranks) -> dict[str, float]:
         for value, (rank_total, rank_tokens) in rank_sums.items():
             totals[value] += rank_total
             counts[value] += rank_tokens
-    means = {}
-    for value, total in totals.items():
-        means[value] = total / counts[value]
-    return means
+    return {value: total / counts[value] for value, total in totals.items()}
 
 
 def _values_of_layers(network: Network, task: Task) -> dict[str, str]:

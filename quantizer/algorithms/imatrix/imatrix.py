@@ -184,9 +184,9 @@ def _observed_squares(
         DataError: there is no batch, or a value is not finite.
     """
     squares = {source: InputSquares() for source in sources}
-    watchers = {}
-    for source, layer in sources.items():
-        watchers[source] = partial(_add, layer, squares[source])
+    watchers = {
+        source: partial(_add, layer, squares[source]) for source, layer in sources.items()
+    }
     observe_all(network, task.batches(), watchers, task.ranks)
     for row in squares.values():
         row.merge(task.ranks)

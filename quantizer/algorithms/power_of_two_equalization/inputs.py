@@ -154,10 +154,7 @@ def decide_input_levels(
         is_coarse = (codes < MIN_CODES) & channels.noise.values.is_varying
         remarks += _remarks(channels.readers, codes, is_coarse, is_heard)
     if exponents:
-        layers = []
-        for row in readers:
-            if row.group.source in exponents:
-                layers.append(row.group.layers[0])
+        layers = [row.group.layers[0] for row in readers if row.group.source in exponents]
         text = _scaled_sentence(layers, exponents)
         remarks.insert(0, (logging.INFO, text))
     return InputLevels(exponents, tuple(remarks))
