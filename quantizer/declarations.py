@@ -254,7 +254,7 @@ class GraphPass:
 
 @dataclass(frozen=True)
 class CalibrationStep:
-    """A step of the calibration; see `quantizer.calibration.step`.
+    """A step of the calibration; see `quantizer.calibration.request`.
 
     Attributes:
         stage: where it runs.

@@ -16,7 +16,7 @@ from quantizer.api.python_words import called_from_python
 from quantizer.api.result import Result
 from quantizer.calibration.events import Events, ForkedEvents
 from quantizer.calibration.request import CalibrationRequest, CalibrationState, Confirm
-from quantizer.calibration.target import TracedTarget
+from quantizer.calibration.target import Target
 from quantizer.config.algorithms import MAX_SEED
 from quantizer.config.diagnostics import pointing_into
 from quantizer.config.forms.resolved import resolved_document
@@ -191,7 +191,7 @@ def calibrate_batches(
     events = follower(settings.events)
 
     request = CalibrationRequest(
-        target=TracedTarget(graph or trace_compared(model, batches, settings.dynamic)),
+        target=Target(graph or trace_compared(model, batches, settings.dynamic)),
         config=checked_config,
         batches=batches,
         events=ForkedEvents(*filter(None, (events, checkpoints))),

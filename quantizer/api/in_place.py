@@ -21,8 +21,8 @@ from quantizer.errors import DataError, UsageError
 from quantizer.export.agreement import Verification
 from quantizer.export.exporting import export_modules
 from quantizer.export.run_words import in_words_of_checkpoint
+from quantizer.nn.inplace import all_or_nothing
 from quantizer.nn.layer import check_float
-from quantizer.nn.transaction import all_or_nothing
 from quantizer.plan.model import Plan
 from quantizer.sources.arguments import arguments_of, example_input
 from quantizer.sources.batches import Batch

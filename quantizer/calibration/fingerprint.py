@@ -26,10 +26,7 @@ def model_digests(graph: Graph) -> dict[str, dict[str, str]]:
 
 def weight_digests(graph: Graph) -> dict[str, str]:
     """Return a digest of each parameter, buffer and constant, by path."""
-    digests = {}
-    for path, tensor in sorted(graph.tensors.items()):
-        digests[path] = tensor_digest(tensor)
-    return digests
+    return {path: tensor_digest(tensor) for path, tensor in sorted(graph.tensors.items())}
 
 
 def layer_digests(graph: Graph) -> dict[str, str]:
@@ -39,10 +36,11 @@ def layer_digests(graph: Graph) -> dict[str, str]:
     """
     digests = {}
     for node in graph.nodes:
-        attrs = {}
-        for key, value in node.attrs.items():
-            if not isinstance(value, torch.device):
-                attrs[key] = value
+        attrs = {
+            key: value
+            for key, value in node.attrs.items()
+            if not isinstance(value, torch.device)
+        }
         parts = [node.op, node.target, repr(node.inputs), repr(attrs), dict(node.params)]
         digests[node.name] = value_digest(parts)
     return digests
@@ -100,9 +98,7 @@ def plan_digest(plan: Plan) -> str:
 
 def settings_digest(settings: Mapping[str, Any], specs: TensorSpecs) -> str:
     """Return the digest `plan_digest` of settings and specs."""
-    rows = []
-    for key in sorted(specs):
-        rows.append([*key, specs[key].to_json()])
+    rows = [[*key, specs[key].to_json()] for key in sorted(specs)]
     return value_digest([settings, rows])
 
 

@@ -244,7 +244,9 @@ def check_adjustment(
         raise damaged(what, layer, reason)
     qparams = list(adjustment.qparams.items())
     for layer, rounded in adjustment.rounded.items():
-        check_weight(graph, layer, rounded.weight, what)
+        fault = _parameter_fault(graph, layer, "weight", rounded.weight)
+        if fault:
+            raise damaged(what, layer, fault)
         if not math.isfinite(rounded.before) or not math.isfinite(rounded.after):
             raise damaged(what, "the errors of layers", "they are not finite")
         qparams.append((layer, rounded.qparams))
@@ -259,17 +261,6 @@ def check_adjustment(
         fault = qparams_fault(spec, shape, values)
         if fault:
             raise damaged(what, layer, fault)
-
-
-def check_weight(graph: Graph, layer: str, value: Tensor, what: str) -> None:
-    """Refuse what cannot be the weight of a layer.
-
-    Raises:
-        ResultError: saying why.
-    """
-    fault = _parameter_fault(graph, layer, "weight", value)
-    if fault:
-        raise damaged(what, layer, fault)
 
 
 def is_sound(value: Tensor) -> bool:

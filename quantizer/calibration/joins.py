@@ -88,58 +88,49 @@ def _scale_parts(
 
     rounded = state.adjustment.rounded
     wanted = scaled_joins.scalings(state.calibration, far, rounded)
-    scalings = _possible(request, state, wanted)
-    if not scalings:
-        return state, []
-    adjustment = scaled_joins.scaling_adjustment(state.plan.graph, scalings)
-    target = state.target.adjusted(adjustment)
-    plan = target.plan(request.config)
-    calibration = scaled_joins.taken_over(
-        state.calibration, plan, scalings, adjustment.insertions
-    )
-    state = replace(
-        state,
-        target=target,
-        calibration=calibration,
-        adjustment=state.adjustment.followed_by(adjustment),
-    )
-    scaled = {scaling.join: None for scaling in scalings}
-    return state, list(scaled)
-
-
-def _possible(
-    request: CalibrationRequest, state: CalibrationState, wanted: Sequence[Scaling]
-) -> Sequence[Scaling]:
-    """Return the scalings after which calibration has observed every quantized tensor.
-
-    If that is not true of all together, add them join by join and leave out those that break
-    it.
-    """
-    if not wanted or _is_seen(request, state, wanted):
-        return wanted
     by_join: dict[str, list[Scaling]] = {}
     for scaling in wanted:
         by_join.setdefault(scaling.join, []).append(scaling)
+    scaled = _scaled(request, state, wanted)
+    if scaled is not None:
+        return scaled, list(by_join)
+    # Not all together, so join by join
     possible: list[Scaling] = []
-    for scalings in by_join.values():
-        if _is_seen(request, state, [*possible, *scalings]):
-            possible += scalings
-    return possible
+    names = []
+    for name, of_join in by_join.items():
+        more = _scaled(request, state, [*possible, *of_join])
+        if more is not None:
+            scaled = more
+            possible += of_join
+            names.append(name)
+    return scaled or state, names
 
 
-def _is_seen(
+def _scaled(
     request: CalibrationRequest, state: CalibrationState, scalings: Sequence[Scaling]
-) -> bool:
-    """Return whether calibration has observed every tensor that is quantized after these
-    scalings.
+) -> CalibrationState | None:
+    """Return the state with these scalings; None if calibration has not observed every tensor
+    that is quantized then.
     """
+    if not scalings:
+        return state
     # As in `_scale_parts`
     from quantizer.calibration import scaled_joins
 
     adjustment = scaled_joins.scaling_adjustment(state.plan.graph, scalings)
     target = state.target.adjusted(adjustment)
     plan = target.plan(request.config)
-    return scaled_joins.is_seen(state.calibration, plan, scalings, adjustment.insertions)
+    calibration = scaled_joins.taken_over(
+        state.calibration, plan, scalings, adjustment.insertions
+    )
+    if calibration is None:
+        return None
+    return replace(
+        state,
+        target=target,
+        calibration=calibration,
+        adjustment=state.adjustment.followed_by(adjustment),
+    )
 
 
 def join_remarks(

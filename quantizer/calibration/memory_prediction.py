@@ -14,7 +14,7 @@ from quantizer.config.model import Algorithm, ResolvedConfig
 from quantizer.config.roles import is_parameter
 from quantizer.errors import OutOfMemoryError
 from quantizer.graph.ir import Graph, Node
-from quantizer.layerwise.activation_store import half_of_what_is_free
+from quantizer.layerwise.sequential_runner import half_of_what_is_free
 from quantizer.option_words import Sentence
 from quantizer.plan.model import Key, Plan, TensorSpecs
 from quantizer.plan.size import alive_bytes, value_bytes, working_bytes

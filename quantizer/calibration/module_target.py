@@ -6,30 +6,31 @@ What needs a trace of the network is refused.
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import nn
 
-from quantizer.calibration.module_algorithms import TracedModules, write_rounded
-from quantizer.calibration.module_attach import attach_solution
-from quantizer.calibration.module_outputs import placed_outputs
+from quantizer.calibration.changed_modules import TracedModules, attach_solution, write_rounded
 from quantizer.calibration.observing import Observable
 from quantizer.calibration.solution import Solution
 from quantizer.calibration.target import AlgorithmScope, Target
 from quantizer.config.algorithms import SWITCHES
-from quantizer.config.model import ResolvedConfig
+from quantizer.config.model import ResolvedConfig, Settings
 from quantizer.config.roles import is_parameter, parameter_name
 from quantizer.config.wording import counted, first_names
 from quantizer.errors import UsageError
 from quantizer.graph.ir import Graph
 from quantizer.graph.modules import module_graph, uncovered_modules
+from quantizer.graph.passes import run_passes
 from quantizer.layerwise.adjustment import Adjustment, RoundedWeight
 from quantizer.nn.inplace import ModuleTree, check_quantizable, rectify_output
 from quantizer.nn.layer import check_float
-from quantizer.plan.model import Plan
+from quantizer.plan.groups import layout
+from quantizer.plan.model import Plan, TensorPlan
 from quantizer.plan.remarks import MUCH, group_size_remarks, left_float, share_left
 from quantizer.plan.resolve import resolve_plan
 from quantizer.sources.batches import Batch
@@ -46,18 +47,18 @@ NEEDS_TRACE = {
 _USE_TRACE = "use quantizer.calibrate, which traces the model"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class ModuleTarget(Target):
     """A model whose layers become quantized layers of the same classes.
 
     The target itself is immutable. The model is not: `adjusted` and `finished` change it in
     place, and the caller undoes that if a later step fails. `tree` records which layers ran.
+    The graph has the layers of the model, and when changed, the parameters that algorithms have
+    written.
 
     Args:
         model: changed in place.
-        original: the layers of the model.
-        graph: the same layers, with the parameters that algorithms have written.
-        tree: the modules of these layers.
+        tree: the modules of the layers.
         traced: a trace of the model, where algorithms need one.
         rectified: layers whose outputs are quantized after a ReLU.
         floats: layers whose outputs stay float in a traced network, and why.
@@ -65,8 +66,6 @@ class ModuleTarget(Target):
     """
 
     model: nn.Module
-    original: Graph
-    graph: Graph
     tree: ModuleTree
     traced: TracedModules | None = None
     rectified: frozenset[str] = frozenset()
@@ -84,7 +83,7 @@ class ModuleTarget(Target):
         """
         check_float(model)
         graph = module_graph(model)
-        return cls(model, graph, graph, ModuleTree(model, graph))
+        return cls(original=graph, model=model, tree=ModuleTree(model, graph))
 
     def prepared(
         self, config: ResolvedConfig, kept: Mapping[str, Any] | None = None
@@ -101,26 +100,21 @@ class ModuleTarget(Target):
             if getattr(config.settings, setting):
                 name = names[setting]
                 remedy = "set it to false" if name == setting else "remove it"
-                raise UsageError(
-                    f"{name} {effect}, which needs a trace of the model",
-                    help=f"{remedy}, or {_USE_TRACE}",
-                )
+                raise _needs_trace(f"{name} {effect}", remedy)
         for rule in config.rules:
             if rule.selector.kind in ("cache", "cache_source"):
-                raise UsageError(
+                text = (
                     f"{rule.selector.place}: kv_cache_quant_config quantizes keys and values "
-                    "of attentions, which needs a trace of the model",
-                    help=f"remove it, or {_USE_TRACE}",
+                    "of attentions"
                 )
-            roles = rule.roles or frozenset()
-            between = sorted(roles & {"input", "activation"})
+                raise _needs_trace(text, "remove it")
+            between = sorted((rule.roles or frozenset()) & {"input", "activation"})
             if between:
-                raise UsageError(
-                    f"{rule.roles_place}: quantizable_data_type has {' and '.join(between)}: "
-                    "the values between operators can only be quantized in a trace of the "
-                    "model",
-                    help=f'list "weights" and "bias" alone, or {_USE_TRACE}',
+                text = (
+                    f"{rule.roles_place}: quantizable_data_type has {' and '.join(between)}, "
+                    "values between operators"
                 )
+                raise _needs_trace(text, 'list "weights" and "bias" alone')
         return self
 
     def plan(self, config: ResolvedConfig) -> Plan:
@@ -211,10 +205,10 @@ class ModuleTarget(Target):
             "needs a trace of the model",
             remedy="leave output_tensors out",
         )
-        outputs = placed_outputs(traced, plan.settings)
-        target = replace(self, floats=outputs.floats, rectified=outputs.rectified)
-        tree = ModuleTree(self.model, self.graph, outputs.rectified)
-        return replace(target, tree=tree), target._without_floats(plan)
+        floats, rectified = _placed_outputs(traced, plan.settings)
+        tree = ModuleTree(self.model, self.graph, rectified)
+        target = replace(self, floats=floats, rectified=rectified, tree=tree)
+        return target, target._without_floats(plan)
 
     def adjusted(self, adjustment: Adjustment) -> ModuleTarget:
         """Write float parameters and inserted layers into the modules."""
@@ -223,7 +217,7 @@ class ModuleTarget(Target):
         rounded = self.traced.write(adjustment)
         graph = module_graph(self.model)
         tree = ModuleTree(self.model, graph, self.rectified)
-        return replace(self, graph=graph, tree=tree, rounded=rounded)
+        return replace(self, changed=graph, tree=tree, rounded=rounded)
 
     @contextmanager
     def observed(self) -> Iterator[Observable]:
@@ -247,6 +241,13 @@ class ModuleTarget(Target):
             path = self.graph.by_name[name].scope
             rectify_output(self.model.get_submodule(path))
         return solution
+
+
+def _needs_trace(text: str, remedy: str) -> UsageError:
+    """Return the error about what a config asks for, and modules in place do not have."""
+    return UsageError(
+        f"{text}, which needs a trace of the model", help=f"{remedy}, or {_USE_TRACE}"
+    )
 
 
 def _quantized_paths(plan: Plan) -> set[str]:
@@ -282,3 +283,97 @@ def _not_quantized(config: ResolvedConfig, plan: Plan) -> Iterator[str]:
         layers = [name for name in names if plan.of_layer(name)]
         if layers:
             yield f"{reason}: {first_names(layers, 1)}"
+
+
+_TRACE = (
+    "use quantizer.calibrate or the shell, which quantize a trace of the model, or leave its "
+    "output_tensors out"
+)
+_FOLD = "fold the norm into the layer first (torch.nn.utils.fusion), "
+
+
+def _placed_outputs(
+    traced: TracedModules, settings: Settings
+) -> tuple[dict[str, str], frozenset[str]]:
+    """Decide where the planned outputs are quantized: where a traced network quantizes them,
+    after the ReLU that follows a layer.
+
+    Returns:
+        The layers whose outputs stay float in each call, and why. And the layers whose outputs
+        are quantized after a ReLU. Their modules compute max(x, 0) themselves. The ReLU of the
+        model then changes nothing.
+
+    Raises:
+        UsageError: an operator between a layer and the place where its output is quantized is
+            one that its module cannot compute.
+    """
+    graph = run_passes(traced.graph, settings)
+    groups = layout(graph)
+    members = {}
+    for group in groups.groups.values():
+        for member in group.members:
+            members[member] = group.members
+    calls = defaultdict(list)
+    for node, name in traced.names.items():
+        if (name, "activation") in traced.plan.tensors:
+            calls[name].append(node)
+    floats = {}
+    rectified = set()
+    for name, nodes in calls.items():
+        if all(node in groups.floats and node not in groups.groups for node in nodes):
+            floats[name] = groups.floats[nodes[-1]]
+            continue
+        tensor = traced.plan.tensors[name, "activation"]
+        follows = set()
+        for node in nodes:
+            if node not in graph.by_name:
+                continue
+            between = _folded(traced.graph, graph, node)
+            if node in members:
+                index = members[node].index(node)
+                between += members[node][index + 1 :]
+            _require_computable(tensor, between, traced.graph, graph)
+            rows = [traced.graph.by_name[other].row for other in between]
+            follows.add(any(row.rectifies for row in rows))
+        if len(follows) > 1:
+            text = f"{tensor.origins['dtype']}: {name} runs more than once, and a ReLU does not"
+            raise UsageError(f"{text} always follow", help=_TRACE)
+        if follows == {True}:
+            rectified.add(name)
+    return floats, frozenset(rectified)
+
+
+def _require_computable(
+    tensor: TensorPlan, between: Iterable[str], traced: Graph, graph: Graph
+) -> None:
+    """Raise `UsageError` if an operator after a layer is one that its module cannot compute.
+
+    Args:
+        tensor: the output of the layer.
+        between: the operators before the place where it is quantized.
+        traced: the trace.
+        graph: the trace after passes.
+    """
+    is_uniform = tensor.spec.qscheme == "per_tensor"
+    for other in between:
+        row = traced.by_name[other].row
+        if row.rectifies or (row.kind == "passthrough" and is_uniform):
+            continue
+        fold = _FOLD if other in graph.absorbed else ""
+        raise UsageError(
+            f"{tensor.origins['dtype']}: the output of {tensor.layer} is quantized after "
+            f"{other}, which its module does not compute",
+            help=fold + _TRACE,
+        )
+
+
+def _folded(traced: Graph, graph: Graph, node: str) -> list[str]:
+    """Return the norms after a node that are folded into it."""
+    names = []
+    for name, target in graph.absorbed.items():
+        norm = traced.by_name.get(name)
+        if target != node or norm is None:
+            continue
+        if norm.row.kind != "structural":
+            names.append(name)
+    return names

@@ -5,7 +5,7 @@ observer. Observers keep statistics, and nothing keeps the values.
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -15,17 +15,22 @@ from torch import Tensor
 
 from quantizer.calibration.channel_mean import ChannelMean, channel_axis
 from quantizer.calibration.solution import Solution
-from quantizer.calibration.watches import Watch, require_finite, watch_channels, watch_useful
 from quantizer.config.model import QuantizationSpec
 from quantizer.config.roles import is_parameter
 from quantizer.config.wording import first_names
 from quantizer.errors import DataError, ModelError, QuantizerError, ResultError
+from quantizer.layerwise.round_to_nearest import shared_steps
 from quantizer.layerwise.sequential_runner import no_batches
-from quantizer.layerwise.shared_steps import shared_steps
-from quantizer.nn.execution import Watchers
+from quantizer.nn.network import Watchers
 from quantizer.nn.quantized_tensor import QuantizedTensor
 from quantizer.numerics.formats import format_named
-from quantizer.observers import NegativeValuesError, ObservationError, Observer, find_ranges
+from quantizer.observers import (
+    NegativeValuesError,
+    ObservationError,
+    Observer,
+    find_ranges,
+    require_finite,
+)
 from quantizer.plan.joining.tied_scales import tied_layers
 from quantizer.plan.model import Key, Plan, TensorPlan
 from quantizer.plan.readers import useful_magnitude
@@ -38,6 +43,10 @@ logger = logging.getLogger(__name__)
 DISTRIBUTION = QuantizationSpec(symmetric=False, statistic="pooled")
 """The spec of the histogram of all values of a tensor, for any spec of the tensor."""
 _RESTART = "run without <--resume>"
+_Watch = tuple[TensorPlan, Callable[[Tensor], None], float | None]
+"""A tensor of a plan, a function that looks at its values, and the bound beyond which the
+readers of the tensor do the same for all magnitudes, if there is one.
+"""
 
 
 class Observable(Protocol):
@@ -139,12 +148,8 @@ class Calibration:
         for key, observer in self.observers.items():
             if id(observer) in new:
                 observers[key] = new[id(observer)]
-        histograms = {}
-        for place, observer in self.histograms.items():
-            histograms[place] = new[id(observer)]
-        means = {}
-        for layer, mean in self.means.items():
-            means[layer] = ChannelMean(mean.ch_axis)
+        histograms = {place: new[id(observer)] for place, observer in self.histograms.items()}
+        means = {layer: ChannelMean(mean.ch_axis) for layer, mean in self.means.items()}
         return Calibration(self.plan, observers, histograms, means)
 
     def unseen(self) -> Calibration:
@@ -172,24 +177,23 @@ class Calibration:
             tensors[key] = tensor
             if tensor.is_calibrated:
                 places.add(tensor.place)
-        observers = {}
-        for key, observer in self.observers.items():
-            if key in tensors:
-                observers[key] = observer
-        histograms = {}
-        for place, observer in self.histograms.items():
-            if place in places:
-                histograms[place] = observer
+        observers = {
+            key: observer for key, observer in self.observers.items() if key in tensors
+        }
+        histograms = {
+            place: observer for place, observer in self.histograms.items() if place in places
+        }
         plan = replace(self.plan, tensors=tensors)
         return replace(self, plan=plan, observers=observers, histograms=histograms)
 
     @property
     def calibrated(self) -> dict[Key, Observer]:
         """Return the observers of activations, each once, and their histograms."""
-        observers = {}
-        for key, observer in self._unique_observers().items():
-            if not is_parameter(key[1]):
-                observers[key] = observer
+        observers = {
+            key: observer
+            for key, observer in self._unique_observers().items()
+            if not is_parameter(key[1])
+        }
         return {**observers, **self._histograms()}
 
     def _parts(self) -> dict[Key, Observer | ChannelMean]:
@@ -198,10 +202,11 @@ class Calibration:
         Groups of weights have too many scales to store: they are observed again when a
         calibration is resumed.
         """
-        parts: dict[Key, Observer | ChannelMean] = {}
-        for key, observer in self._unique_observers().items():
-            if not observer.spec.has_groups:
-                parts[key] = observer
+        parts: dict[Key, Observer | ChannelMean] = {
+            key: observer
+            for key, observer in self._unique_observers().items()
+            if not observer.spec.has_groups
+        }
         parts |= self._histograms()
         for layer, mean in self.means.items():
             parts[layer, "output"] = mean
@@ -346,28 +351,18 @@ def watchers(calibration: Calibration) -> Watchers:
     Inf.
     """
     # By node, observer and channels, as several layers that read a value may share an observer
-    watched: dict[str, dict[object, tuple[TensorPlan, Watch]]] = {}
-    for layer in calibration.means:
-        watched[layer] = {}
+    watched: dict[str, dict[object, _Watch]] = {layer: {} for layer in calibration.means}
     histograms = dict(calibration.histograms)
     for key, tensor in calibration.plan.tensors.items():
         if is_parameter(tensor.role):
             continue
         observer = calibration.observers.get(key)
-        if observer is None:
-            watch: Watch = require_finite
-        elif tensor.place in histograms:
-            histogram = histograms.pop(tensor.place)
-            watch = partial(observer.observe, companion=histogram)
-        else:
-            watch = observer.observe
-        if tensor.channels is not None:
-            watch = partial(watch_channels, watch, tensor.channels)
+        look: Callable[[Tensor], None] = require_finite
+        if observer is not None:
+            look = partial(observer.observe, companion=histograms.pop(tensor.place, None))
         bound = useful_magnitude(calibration.plan.graph, tensor.source, tensor.spec)
-        if bound is not None:
-            watch = partial(watch_useful, watch, bound)
         watches = watched.setdefault(tensor.source, {})
-        watches.setdefault((id(observer), tensor.channels), (tensor, watch))
+        watches.setdefault((id(observer), tensor.channels), (tensor, look, bound))
     by_name = {}
     for name, watches in watched.items():
         mean = calibration.means.get(name)
@@ -375,13 +370,17 @@ def watchers(calibration: Calibration) -> Watchers:
     return by_name
 
 
-def _show(
-    watches: list[tuple[TensorPlan, Watch]], mean: ChannelMean | None, value: Tensor
-) -> None:
+def _show(watches: Iterable[_Watch], mean: ChannelMean | None, value: Tensor) -> None:
     """Show a node's value to all who watch it, and to the mean of its channels."""
-    for tensor, watch in watches:
+    for tensor, look, bound in watches:
         with _located(tensor, DataError):
-            watch(value)
+            shown = value
+            if bound is not None:
+                require_finite(value)
+                shown = value.clamp(-bound, bound)
+            if tensor.channels is not None:
+                shown = shown.narrow(*tensor.channels)
+            look(shown)
     if mean is not None:
         mean.observe(value)
 

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from quantizer.calibration.channel_mean import ChannelMean
 from quantizer.calibration.observing import Calibration, Observable, watchers
 from quantizer.distributed import Ranks, merge_in_batch_order
-from quantizer.nn.execution import Watchers
+from quantizer.nn.network import Watchers
 from quantizer.observers import find_ranges
 from quantizer.sources.batches import Batch, prefix_batch_errors
 

@@ -27,7 +27,6 @@ from quantizer.calibration.snapshots import (
     value_of,
 )
 from quantizer.calibration.target import AlgorithmScope
-from quantizer.calibration.watches import require_finite
 from quantizer.config.algorithms import ALGORITHMS
 from quantizer.config.forms.algorithm_words import algorithm_entry
 from quantizer.config.model import Algorithm
@@ -47,7 +46,7 @@ from quantizer.layerwise.adjustment import (
 )
 from quantizer.nn.network import Network
 from quantizer.numerics.qparams import QParams
-from quantizer.observers import NonFiniteError
+from quantizer.observers import NonFiniteError, require_finite
 from quantizer.plugins import loaded
 from quantizer.sources.batches import Batch
 
@@ -217,9 +216,9 @@ def _agreed(request: CalibrationRequest, adjustment: Adjustment) -> Adjustment:
         return adjustment
     request.batches.require_same(ranks)
     snapshot = snapshot_of(adjustment)
-    tensors = {}
-    for name, tensor in snapshot.tensors.items():
-        tensors[name] = fingerprint.tensor_digest(tensor)
+    tensors = {
+        name: fingerprint.tensor_digest(tensor) for name, tensor in snapshot.tensors.items()
+    }
     digest = fingerprint.value_digest([tensors, snapshot.state])
     digests = ranks.gather(digest, "the end of an algorithm")
     if len(set(digests)) == 1:
@@ -247,9 +246,10 @@ def algorithms_report(
             "error": layer.after,
             "is_rtn": not layer.after < layer.before,
         }
-    inserted = []
-    for row in adjustment.insertions:
-        inserted.append({"layer": row.name, "reads": row.source, "readers": list(row.readers)})
+    inserted = [
+        {"layer": row.name, "reads": row.source, "readers": list(row.readers)}
+        for row in adjustment.insertions
+    ]
     parameters = adjustment.parameters
     remarks = adjustment.remarks
     return {

@@ -7,7 +7,7 @@ Multiplying by powers of two is exact, so that the float network's outputs stay 
 """
 
 import math
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -22,7 +22,7 @@ from quantizer.graph.output_names import unused_names
 from quantizer.layerwise.adjustment import Adjustment
 from quantizer.observers import Observer
 from quantizer.plan.layout import PART_SCALE
-from quantizer.plan.model import JoinPlan, Key, Plan
+from quantizer.plan.model import JoinPlan, Key, Plan, TensorPlan
 from quantizer.storage.deferred_tensor import deferred_like, loaded
 
 
@@ -170,13 +170,13 @@ def _divided(node: Node, weight: Tensor, factors: Tensor) -> Tensor:
     return rescale_weight(node, weight, inputs=inverse)
 
 
-def is_seen(
+def taken_over(
     before: Calibration, plan: Plan, scalings: Iterable[Scaling], inserted: Iterable[Insertion]
-) -> bool:
-    """Return whether a calibration has the statistics of all tensors of a later plan.
+) -> Calibration | None:
+    """Return a calibration of a later plan, with the statistics of the calibration before; None
+    if it lacks those of a tensor.
 
-    It may lack some, because an entry of the config may apply to the scaled value and not to
-    its parts. Then the parts were observed with another spec.
+    The range of a scaled value is computed from the ranges of its parts.
 
     Args:
         before: the calibration of the graph without scalings.
@@ -184,51 +184,15 @@ def is_seen(
         scalings: of the joins.
         inserted: the layer that multiplies, for each scaling.
     """
-    parts = _parts_by_insertion(scalings, inserted)
-    for key, tensor in plan.tensors.items():
-        if not tensor.is_calibrated:
-            continue
-        if tensor.source not in parts:
-            observer = before.observers.get(key)
-            if observer is None or observer.spec != tensor.spec.stored:
-                return False
-            continue
-        # Ranges of parts can be united to one range, and not to ranges of channels
-        if not tensor.spec.has_one_scale or tensor.channels is not None:
-            return False
-        for part in parts[tensor.source]:
-            observer = before.observers[part.key]
-            place = before.plan.tensors[part.key].place
-            has_histogram = observer.has_histogram or place in before.histograms
-            if observer.spec != tensor.spec or not has_histogram:
-                return False
-    return True
-
-
-def _parts_by_insertion(
-    scalings: Iterable[Scaling], inserted: Iterable[Insertion]
-) -> dict[str, tuple[ScaledPart, ...]]:
-    """Return the parts of each scaling, by the layer that is inserted for it."""
-    parts = {}
-    for row, scaling in zip(inserted, scalings, strict=True):
-        parts[row.name] = scaling.parts
-    return parts
-
-
-def taken_over(
-    before: Calibration, plan: Plan, scalings: Iterable[Scaling], inserted: Iterable[Insertion]
-) -> Calibration:
-    """Return a calibration of a later plan, with the statistics of the calibration before.
-
-    The range of a scaled value is computed from the ranges of its parts. The arguments are
-    those of `is_seen`, which must be true of them.
-    """
-    parts = _parts_by_insertion(scalings, inserted)
+    parts: dict[str, tuple[ScaledPart, ...]] = {
+        row.name: scaling.parts for row, scaling in zip(inserted, scalings, strict=True)
+    }
+    if not all(_is_seen(before, tensor, parts) for tensor in plan.tensors.values()):
+        return None
     after = observing.create_observers(plan)
-    observers = {}
-    for key, observer in before.observers.items():
-        if not is_parameter(key[1]):
-            observers[key] = observer
+    observers = {
+        key: observer for key, observer in before.observers.items() if not is_parameter(key[1])
+    }
     shared: dict[str, Observer] = {}
     for key, observer in after.observers.items():
         source = plan.tensors[key].source
@@ -249,6 +213,36 @@ def taken_over(
         means=before.means,
         batches=before.batches,
     )
+
+
+def _is_seen(
+    before: Calibration, tensor: TensorPlan, parts: Mapping[str, tuple[ScaledPart, ...]]
+) -> bool:
+    """Return whether a calibration has the statistics of a tensor of a later plan.
+
+    It may lack some, because an entry of the config may apply to the scaled value and not to
+    its parts. Then the parts were observed with another spec.
+
+    Args:
+        before: the calibration.
+        tensor: of the later plan.
+        parts: of each scaled value, by the layer that is inserted for it.
+    """
+    if not tensor.is_calibrated:
+        return True
+    if tensor.source not in parts:
+        observer = before.observers.get((tensor.layer, tensor.role))
+        return observer is not None and observer.spec == tensor.spec.stored
+    # Ranges of parts can be united to one range, and not to ranges of channels
+    if not tensor.spec.has_one_scale or tensor.channels is not None:
+        return False
+    for part in parts[tensor.source]:
+        observer = before.observers[part.key]
+        place = before.plan.tensors[part.key].place
+        has_histogram = observer.has_histogram or place in before.histograms
+        if observer.spec != tensor.spec or not has_histogram:
+            return False
+    return True
 
 
 def _histogram(before: Calibration, parts: Iterable[ScaledPart]) -> Observer:

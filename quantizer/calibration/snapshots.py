@@ -141,6 +141,8 @@ def register_dataclasses(*classes: type) -> None:
     """Register dataclasses that snapshots may hold."""
     for cls in classes:
         name = f"quantizer.{cls.__name__}"
+        if name in _registered:
+            continue
         torch.export.register_dataclass(cls, serialized_type_name=name)
         _registered.add(name)
 

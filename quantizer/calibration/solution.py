@@ -63,9 +63,7 @@ class Solution:
 
     def in_memory(self) -> Solution:
         """Return the same solution with deferred tensors loaded."""
-        tensors = {}
-        for key, tensor in self.tensors.items():
-            tensors[key] = tensor.mapped(loaded)
+        tensors = {key: tensor.mapped(loaded) for key, tensor in self.tensors.items()}
         insertions = []
         for row in self.insertions:
             weight = loaded(row.weight)
@@ -83,9 +81,7 @@ class Solution:
         """Return the same values with one scale per row where runs of rows share a scale, which
         no runtime supports.
         """
-        tensors = {}
-        for key, tensor in self.tensors.items():
-            tensors[key] = tensor.by_rows()
+        tensors = {key: tensor.by_rows() for key, tensor in self.tensors.items()}
         return replace(self, tensors=tensors)
 
     @property
@@ -102,9 +98,7 @@ class Solution:
         """Return the parameters that are not the model's, by layer and name: replaced ones, and
         those with codes.
         """
-        parameters = {}
-        for layer, values in self.weights.items():
-            parameters[layer] = dict(values)
+        parameters = {layer: dict(values) for layer, values in self.weights.items()}
         for (layer, role), tensor in self.tensors.items():
             if tensor.codes is not None:
                 values = parameters.setdefault(layer, {})
@@ -165,9 +159,7 @@ def encode_parameters(graph: Graph, solution: Solution) -> Solution:
     float_graph = graph
     graph = with_weights(graph, solution.weights)
     tensors = dict(solution.tensors)
-    weights = {}
-    for name, values in solution.weights.items():
-        weights[name] = dict(values)
+    weights = {name: dict(values) for name, values in solution.weights.items()}
     for (name, role), tensor in solution.tensors.items():
         if not is_parameter(role) or tensor.codes is not None:
             continue

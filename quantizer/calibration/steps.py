@@ -16,9 +16,8 @@ from quantizer.calibration import observing
 from quantizer.calibration.events import RunStage, Snapshot
 from quantizer.calibration.joins import decide_joins
 from quantizer.calibration.observing import Calibration
-from quantizer.calibration.request import CalibrationRequest, CalibrationState
+from quantizer.calibration.request import CalibrationRequest, CalibrationState, Step, in_order
 from quantizer.calibration.snapshots import checked_statistics, other_run, reporting_damage
-from quantizer.calibration.step import Step, in_order
 from quantizer.calibration.stretched_inputs import InputMagnitudes
 from quantizer.config.diagnostics import ConfigError, with_place
 from quantizer.option_words import Sentence, marked_text

@@ -57,9 +57,7 @@ class _Samples:
         if not 0 < _STRETCH * usual_end < end:
             return None
         far = magnitudes > _STRETCH * usual_end
-        names = []
-        for index in far.nonzero().flatten().tolist():
-            names.append(self.names[index])
+        names = [self.names[index] for index in far.nonzero().flatten().tolist()]
         verb = "stretches" if len(names) == 1 else "stretch"
         text = f"{counted(len(names), 'sample')} of {count} {verb} the range of {chosen.name} "
         text += f"from {usual_end:.3g} to {end:.3g}, {end / usual_end:.3g} times as far: "

@@ -8,7 +8,7 @@ import logging
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from quantizer.calibration.observing import Observable
 from quantizer.calibration.solution import Solution, encode_parameters
@@ -44,16 +44,27 @@ class AlgorithmScope:
     fitting: Callable[[Algorithm, Structure], Structure]
 
 
-class Target(Protocol):
-    """A model as the steps of the calibration see it. Changes return a new target.
+@dataclass(frozen=True)
+class Target:
+    """A model as the steps of the calibration see it: a graph that `torch.export` made of it.
+    Changes return a new target.
+
+    Args:
+        original: the graph of the model as the caller passed it.
+        changed: the graph with the passes and adjustments so far; None before any.
 
     Attributes:
-        original: the model as the caller passed it.
         is_traced: whether the graph shows which layers read each other's values.
     """
 
     original: Graph
-    is_traced: bool
+    changed: Graph | None = None
+    is_traced: ClassVar[bool] = True
+
+    @property
+    def graph(self) -> Graph:
+        """Return the graph as it is now."""
+        return self.original if self.changed is None else self.changed
 
     def prepared(self, config: ResolvedConfig, kept: Mapping[str, Any] | None = None) -> Target:
         """Return the target with its graph in the form that is planned.
@@ -65,12 +76,19 @@ class Target(Protocol):
         Raises:
             UsageError: the config asks for what this kind of target cannot do.
         """
+        changed = run_passes(self.original, config.settings, kept=kept)
+        return replace(self, changed=changed)
 
     def plan(self, config: ResolvedConfig) -> Plan:
         """Return the plan for the graph."""
+        return resolve_plan(config, self.graph, self.original)
 
     def remarks(self, config: ResolvedConfig, plan: Plan) -> Iterator[tuple[int, str]]:
-        """Yield messages about the plan for the user, each after its level of `logging`."""
+        """Yield messages about the plan for the user, each after its level of `logging`: what
+        passes did to parameters, and which operators stay float.
+        """
+        for text in plan_remarks(plan):
+            yield logging.INFO, text
 
     def scope(self, plan: Plan, first: Batch) -> AlgorithmScope:
         """Return the network that algorithms change; `first` is a batch to trace with.
@@ -78,61 +96,6 @@ class Target(Protocol):
         Raises:
             ModelError: the model cannot be traced.
         """
-
-    def adjusted(self, adjustment: Adjustment) -> Target:
-        """Return the target with an adjustment, which keeps the float function.
-
-        Raises:
-            ModelError: no module of the model can hold a change.
-        """
-
-    def observed(self) -> AbstractContextManager[Observable]:
-        """Return the float model, whose values can be observed in the context."""
-
-    def unreached(self) -> Collection[str]:
-        """Return the layers that no batch has reached."""
-
-    def solved(self, solution: Solution, adjustment: Adjustment) -> Solution:
-        """Return the solution with an adjustment of this target."""
-
-    def finished(self, solution: Solution) -> Solution:
-        """Return the solution with codes of the parameters, or apply it to the modules."""
-
-
-@dataclass(frozen=True)
-class TracedTarget(Target):
-    """A graph that `torch.export` made of a model.
-
-    Args:
-        original: the graph as traced.
-        changed: the graph with the passes and adjustments so far; None before any.
-    """
-
-    original: Graph
-    changed: Graph | None = None
-    is_traced = True
-
-    @property
-    def graph(self) -> Graph:
-        """Return the graph as it is now."""
-        return self.original if self.changed is None else self.changed
-
-    def prepared(
-        self, config: ResolvedConfig, kept: Mapping[str, Any] | None = None
-    ) -> TracedTarget:
-        changed = run_passes(self.original, config.settings, kept=kept)
-        return replace(self, changed=changed)
-
-    def plan(self, config: ResolvedConfig) -> Plan:
-        return resolve_plan(config, self.graph, self.original)
-
-    def remarks(self, config: ResolvedConfig, plan: Plan) -> Iterator[tuple[int, str]]:
-        """Yield what passes did to parameters, and which operators stay float."""
-        for text in plan_remarks(plan):
-            yield logging.INFO, text
-
-    def scope(self, plan: Plan, first: Batch) -> AlgorithmScope:
-        """Return the planned graph, with all structures that algorithms find in it."""
         return AlgorithmScope(
             target=self,
             graph=plan.graph,
@@ -140,16 +103,22 @@ class TracedTarget(Target):
             fitting=lambda algorithm, structure: structure,
         )
 
-    def adjusted(self, adjustment: Adjustment) -> TracedTarget:
+    def adjusted(self, adjustment: Adjustment) -> Target:
+        """Return the target with an adjustment, which keeps the float function.
+
+        Raises:
+            ModelError: no module of the model can hold a change.
+        """
         changed = apply_adjustment(self.graph, adjustment)
         return replace(self, changed=changed)
 
     def observed(self) -> AbstractContextManager[Observable]:
+        """Return the float model, whose values can be observed in the context."""
         network = Network(self.graph)
         return nullcontext(weights_last(network))
 
     def unreached(self) -> Collection[str]:
-        """Return nothing, as a trace has only layers that run."""
+        """Return the layers that no batch has reached. A trace has only layers that run."""
         return ()
 
     def solved(self, solution: Solution, adjustment: Adjustment) -> Solution:
@@ -161,4 +130,5 @@ class TracedTarget(Target):
         return replace(solution, insertions=adjustment.insertions, rescaled=rescaled)
 
     def finished(self, solution: Solution) -> Solution:
+        """Return the solution with codes of the parameters, or apply it to the modules."""
         return encode_parameters(self.graph, solution)

@@ -23,8 +23,7 @@ from quantizer.graph.channels.output_parts import (
 )
 from quantizer.graph.channels.provenance import Seen, SeenOutput
 from quantizer.graph.ir import Graph
-from quantizer.nn.execution import Execution, Watchers
-from quantizer.nn.network import Network
+from quantizer.nn.network import Execution, Network, Watchers
 from quantizer.sources.batches import Batch
 
 if TYPE_CHECKING:

@@ -15,8 +15,7 @@ from quantizer.comparison.output_comparison import OutputComparison, Recorder
 from quantizer.comparison.output_figures import NOT_FINITE
 from quantizer.errors import DataError
 from quantizer.graph.channels.output_parts import Output
-from quantizer.nn.execution import Execution
-from quantizer.nn.network import Network
+from quantizer.nn.network import Execution, Network
 from quantizer.numerics.metrics import decibel, energy
 from quantizer.sources.batches import Batch
 

@@ -15,8 +15,7 @@ from quantizer.config.roles import is_parameter, parameter_name
 from quantizer.graph.channels.output_parts import output_parts, parts_named_as
 from quantizer.graph.tracing.parameters import set_parameter
 from quantizer.layerwise.sequential_runner import no_batches
-from quantizer.nn.execution import Execution
-from quantizer.nn.network import Network
+from quantizer.nn.network import Execution, Network
 from quantizer.nn.segments import finish_together
 from quantizer.numerics.metrics import decibel
 from quantizer.plan.model import Key

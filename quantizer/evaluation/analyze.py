@@ -14,20 +14,20 @@ from quantizer.config.model import QuantizationSpec
 from quantizer.config.roles import base_role
 from quantizer.errors import GateError
 from quantizer.graph.channels.output_parts import output_parts
-from quantizer.layerwise.output_gradients import PROJECTIONS, predicted_noise
 from quantizer.layerwise.sensitivity import (
+    PROJECTIONS,
     AfterLayer,
     Candidate,
     OutputsOf,
     layer_errors,
     noise_of,
     output_noise,
+    predicted_noise,
     rounded_weights,
     with_width,
 )
 from quantizer.layerwise.sensitivity import Width as Width  # re-exported
-from quantizer.nn.execution import Execution
-from quantizer.nn.network import Network
+from quantizer.nn.network import Execution, Network
 from quantizer.numerics.codes import bits_of
 from quantizer.numerics.metrics import decibel
 from quantizer.plan.joining.tied_scales import fused_layers

@@ -26,8 +26,7 @@ from quantizer.distributed import ALONE, Ranks, merge_in_batch_order
 from quantizer.evaluation.network_comparison import LayerNoise, NetworkComparison
 from quantizer.evaluation.paired_run import NetworkPair, PairedRun
 from quantizer.graph.channels.output_parts import Output
-from quantizer.layerwise.activation_store import half_of_what_is_free
-from quantizer.layerwise.sequential_runner import no_batches
+from quantizer.layerwise.sequential_runner import half_of_what_is_free, no_batches
 from quantizer.nn.network import Network
 from quantizer.nn.quantizer import TensorQuantizer
 from quantizer.nn.recorded_outputs import RecordedOutputs

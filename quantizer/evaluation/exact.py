@@ -24,8 +24,7 @@ from quantizer.evaluation.exact_layers import (
     integer_rule,
 )
 from quantizer.graph.ir import Graph, Node
-from quantizer.nn.execution import Execution, layer_arguments
-from quantizer.nn.network import Network
+from quantizer.nn.network import Execution, Network, layer_arguments
 from quantizer.numerics.integer import requantize
 from quantizer.plan.model import Key
 from quantizer.sources.batches import Batch, prefix_batch_errors

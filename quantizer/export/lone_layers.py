@@ -13,9 +13,8 @@ from quantizer.export.deployment import tensor_leaves
 from quantizer.graph.ir import Graph, Node
 from quantizer.graph.ops import OPS
 from quantizer.graph.tracing.trace import lean_export
-from quantizer.nn.execution import layer_arguments
 from quantizer.nn.function import leave_ties_open
-from quantizer.nn.network import build_layer
+from quantizer.nn.network import build_layer, layer_arguments
 
 _EXAMPLE_BATCH = 2
 """The size of an axis that follows the batch."""

@@ -23,7 +23,7 @@ from quantizer.graph.ops import OPS
 from quantizer.nn.inplace import InPlace, check_quantizable
 from quantizer.nn.load import unpacked_codes
 from quantizer.nn.quantized_tensor import QuantizedTensor
-from quantizer.nn.rescale import InputRotation, InputScale
+from quantizer.nn.rare_layers import InputRotation, InputScale
 from quantizer.numerics.codes import storage_dtype
 from quantizer.numerics.formats import has_minimum
 from quantizer.numerics.qparams import QParams

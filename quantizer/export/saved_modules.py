@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from quantizer.calibration.module_attach import put
+from quantizer.calibration.changed_modules import put
 from quantizer.config.roles import is_parameter, parameter_name
 from quantizer.config.wording import a_kind
 from quantizer.errors import ModelError, VerificationError
@@ -30,6 +30,7 @@ from quantizer.graph.modules import as_planned, parameters_of
 from quantizer.nn.inplace import (
     InPlace,
     add_bias,
+    all_or_nothing,
     insert_before,
     keep_layers_called,
     lacks_bias,
@@ -37,7 +38,6 @@ from quantizer.nn.inplace import (
 )
 from quantizer.nn.layer import check_float
 from quantizer.nn.quantizer import TensorQuantizer
-from quantizer.nn.transaction import all_or_nothing
 from quantizer.numerics.codes import pack
 from quantizer.results.result_set import locked, replace_set
 from quantizer.sources.batches import Batch

@@ -22,7 +22,7 @@ class Insertion:
     Args:
         name: of the layer, and of its tensor.
         op: "input_scale" (x * weight along axis `attrs["axis"]`) or "rotation" (see
-            `nn.rescale`).
+            `nn.rare_layers`).
         source: the node that it reads.
         readers: the nodes that read it.
         weight: its tensor.

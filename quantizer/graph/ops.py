@@ -340,7 +340,7 @@ _ROWS = (
     *torch_ops(
         "passthrough", "repeat_interleave", "tile", "broadcast_to", axes=MOVED, commutes=ALL
     ),
-    # Inserted by algorithms, see `nn.rescale`
+    # Inserted by algorithms, see `nn.rare_layers`
     make_op("input_scale", "float", aten=(), axes=SAME, commutes=SCALING),
     make_op("rotation", "float", aten=()),
     *torch_ops("float", "rsqrt", "reciprocal", "log", "log2", nonzero="input", any_layout=True),

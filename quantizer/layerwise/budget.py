@@ -40,9 +40,7 @@ def choose(items: Sequence[Sequence[Option]], budget: int) -> tuple[int, ...] | 
     >>> choose([[Option(2, 9.0), Option(4, 1.0)], [Option(2, 3.0), Option(4, 1.0)]], 6)
     (1, 0)
     """
-    smallest = []
-    for options in items:
-        smallest.append(min(option.size for option in options))
+    smallest = [min(option.size for option in options) for options in items]
     room = budget - sum(smallest)
     if room < 0:
         return None

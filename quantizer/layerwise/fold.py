@@ -208,8 +208,7 @@ def without_insertions(
             changed.append(group)
             continue
         changed.append(replace(group, is_fixed=True))
-        for layer in group.layers:
-            remarks.append(Remark(layer, _KEEPS_INPUTS, is_warning=False))
+        remarks.extend(Remark(layer, _KEEPS_INPUTS, is_warning=False) for layer in group.layers)
     return changed, remarks
 
 

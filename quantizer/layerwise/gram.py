@@ -129,8 +129,7 @@ class Gram:
                 raise ObservationError(
                     f"Values as large as {input.abs().max():g} have squares beyond float32."
                 )
-            nans = int(input.isnan().sum())
-            raise NonFiniteError(nans, int(input.isinf().sum()), input.numel())
+            raise NonFiniteError(input)
 
     def merge(self, ranks: Ranks, to: int | None = None) -> None:
         """Take in what the other ranks have summed up of their batches, at rank `to` or at all.
@@ -310,9 +309,7 @@ def quantized_layers(task: Task, group: InputGroup) -> list[str]:
 
 def deepest(network: Network, layers: Iterable[str]) -> int:
     """Return the largest number of inputs that an output of these layers is a sum of."""
-    depths = []
-    for name in layers:
-        depths.append(matrix_shape(network.layers[name])[2])
+    depths = [matrix_shape(network.layers[name])[2] for name in layers]
     return max(depths)
 
 

@@ -1,10 +1,13 @@
 """Round-to-nearest (RTN) of a weight, which every other rounding is measured against."""
 
+from collections.abc import Callable, Iterable, Iterator
+
 from torch import Tensor
 
 from quantizer.config.model import QuantizationSpec
 from quantizer.errors import DataError
 from quantizer.graph.ir import Node
+from quantizer.layerwise.adjustment import Adjustment, Remark, Task
 from quantizer.nn.quantizer import quantize_tensor
 from quantizer.numerics.qparams import QParams
 from quantizer.observers import ObservationError, Observer
@@ -76,3 +79,65 @@ def sampled_rows(
         return weight, 1.0
     sample = weight[::stride]
     return sample, len(weight) / len(sample)
+
+
+def super_block_remarks(task: Task) -> Iterator[Remark]:
+    """Yield a sentence for each layer whose scales share a factor in super-blocks."""
+    for group in task.structure.groups:
+        for name in group.layers:
+            spec = task.specs.get((name, "weights"))
+            if spec is not None and spec.scale_type == "superblock":
+                text = (
+                    f"groups of {spec.dtype} share the factor of their scales, so it keeps the "
+                    "scales of the weights alone; the algorithm imatrix searches them by the "
+                    "data"
+                )
+                yield Remark(name, text)
+
+
+def shared_steps(
+    groups: Iterable[tuple[str, ...]], observer_of: Callable[[str], Observer]
+) -> dict[str, float]:
+    """Return the largest step of the weights that share a scale with a layer's, by layer.
+
+    Args:
+        groups: the layers whose weights share a scale.
+        observer_of: returns the observer that has seen the weight of a layer.
+    """
+    steps: dict[str, float] = {}
+    for group in groups:
+        largest = 0.0
+        for layer in group:
+            observer = observer_of(layer)
+            largest = max(largest, observer.largest_step())
+        for layer in group:
+            steps[layer] = largest
+    return steps
+
+
+def steps_before_rounding(
+    task: Task, adjustment: Adjustment, layers: Iterable[str]
+) -> dict[str, float]:
+    """Return the shared steps of layers, for algorithms that find scales.
+
+    Layers with a scale of their own are left out. The weights are those before rounding, so
+    that all layers of a group get the same step, whatever rounds them.
+
+    Raises:
+        ObservationError: a weight holds NaN or infinity.
+    """
+
+    # It imports folds, which only algorithms need
+    from quantizer.layerwise.fold import parameter
+
+    def observed(layer: str) -> Observer:
+        observer = Observer(task.specs[layer, "weights"])
+        weight = parameter(task.graph, adjustment, layer)
+        observer.observe(weight.detach())
+        return observer
+
+    groups: set[tuple[str, ...]] = set()
+    for layer in layers:
+        if layer in task.tied:
+            groups.add(task.tied[layer])
+    return shared_steps(groups, observed)

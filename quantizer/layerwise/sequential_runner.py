@@ -15,16 +15,23 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from quantizer.distributed import ALONE, Ranks
 from quantizer.errors import DataError
 from quantizer.graph.ir import Node
-from quantizer.layerwise.activation_store import ActivationStore, half_of_what_is_free
-from quantizer.nn.execution import NO_WATCHERS, Execution, Watchers, layer_arguments
-from quantizer.nn.network import Network
+from quantizer.nn.network import (
+    NO_WATCHERS,
+    Execution,
+    Network,
+    Watchers,
+    deferred_tensors,
+    layer_arguments,
+)
 from quantizer.sources.batches import Batch, prefix_batch_errors, prefix_errors
 from quantizer.sources.tensor_kinds import count_not_finite
-from quantizer.storage.deferred_tensor import CPU, DeferredTensor, keep_loaded, loaded
+from quantizer.storage import process_memory
+from quantizer.storage.deferred_tensor import CPU, DeferredTensor, Spool, keep_loaded, loaded
 from quantizer.storage.process_memory import TRIM_AFTER_GROWTH, trim_heap
 
 _JOINED_IDS = 1024
@@ -207,10 +214,7 @@ class SequentialRunner:
         start = self._runs[0].execution.position
         weights = []
         for node in graph.nodes[start:stop]:
-            layer = self.network.layers[node.name]
-            for tensor in (*layer.parameters(), *layer.buffers()):
-                if isinstance(tensor, DeferredTensor):
-                    weights.append(tensor)
+            weights += deferred_tensors(self.network.layers[node.name])
         size = sum(tensor.nbytes for tensor in weights)
         if size > half_of_what_is_free(graph.device):
             return keep_loaded([])
@@ -240,6 +244,23 @@ class SequentialRunner:
         for name, value in before.items():
             if execution.values.get(name) is not value:
                 self._store.free(value)
+
+
+def observe_all(
+    network: Network, batches: Iterable[Batch], watch: Watchers, ranks: Ranks = ALONE
+) -> None:
+    """Run the network over a rank's share of the batches, one by one, and show its values.
+
+    Raises:
+        DataError: there is no batch, or one cannot run; it is named by its number.
+    """
+    number = -1
+    for number, batch in enumerate(batches):
+        if ranks.owns(number):
+            with prefix_batch_errors(number, batch), torch.no_grad():
+                network.observe(batch.args, batch.kwargs, watch)
+    if number < 0:
+        raise no_batches()
 
 
 def no_batches(purpose: str = "calibration") -> DataError:
@@ -306,3 +327,57 @@ def watching(network: Network, layer: str, take: Callable[..., None]) -> tuple[s
             take(**operands)
 
     return last, {name: partial(watch, key) for key, name in sources.items()}
+
+
+_BYTES_IF_UNKNOWN = 2 << 30
+"""The budget where the system does not say what is free."""
+
+
+def half_of_what_is_free(device: torch.device = CPU) -> int:
+    """Return the default budget for what is on a device."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0] // 2
+    free = process_memory.available_bytes()
+    return _BYTES_IF_UNKNOWN if free is None else free // 2
+
+
+class ActivationStore:
+    """Keeps nested values. Tensors beyond `budget` bytes are read from a file whenever they are
+    needed, and put on their device again.
+
+    Each device has a budget of its own. Without one it is half of what is free there. A view
+    counts as memory of its own.
+    """
+
+    def __init__(self, budget: int | None = None) -> None:
+        self.budget = budget
+        self._left: dict[torch.device, int] = {}
+        self._spool = Spool()
+
+    def keep(self, value: Any) -> Any:
+        """Return the same value, with its tensors where they fit. The caller uses this one from
+        now on.
+
+        Raises:
+            DataError: there is no room for the files.
+        """
+        return pytree.tree_map(self._keep, value)
+
+    def free(self, value: Any) -> None:
+        """Give back the memory of a value that is no longer used."""
+        for leaf in pytree.tree_leaves(value):
+            is_in_memory = isinstance(leaf, Tensor) and not isinstance(leaf, DeferredTensor)
+            if is_in_memory and leaf.device in self._left:
+                self._left[leaf.device] += leaf.nbytes
+
+    def _keep(self, leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor) or isinstance(leaf, DeferredTensor):
+            return leaf
+        device = leaf.device
+        if device not in self._left:
+            budget = half_of_what_is_free(device) if self.budget is None else self.budget
+            self._left[device] = budget
+        if leaf.nbytes > self._left[device] and leaf.numel():
+            return self._spool.put(leaf).on_device(device)
+        self._left[device] -= leaf.nbytes
+        return leaf

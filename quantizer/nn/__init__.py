@@ -25,8 +25,13 @@ from quantizer.nn.weighted import (
 )
 
 if TYPE_CHECKING:
-    from quantizer.nn.dpu_layers import DpuAvgPool2d, DpuHardsigmoid, DpuHardswish
-    from quantizer.nn.rescale import InputRotation, InputScale
+    from quantizer.nn.rare_layers import (
+        DpuAvgPool2d,
+        DpuHardsigmoid,
+        DpuHardswish,
+        InputRotation,
+        InputScale,
+    )
 
 __all__ = [
     "GRU",
@@ -59,14 +64,8 @@ __all__ = [
 ]
 
 
-_RARE = {
-    "DpuAvgPool2d": "quantizer.nn.dpu_layers",
-    "DpuHardsigmoid": "quantizer.nn.dpu_layers",
-    "DpuHardswish": "quantizer.nn.dpu_layers",
-    "InputRotation": "quantizer.nn.rescale",
-    "InputScale": "quantizer.nn.rescale",
-}
-"""The module of each layer that few networks have. It is imported on first use."""
+_RARE = ("DpuAvgPool2d", "DpuHardsigmoid", "DpuHardswish", "InputRotation", "InputScale")
+"""The layers that few networks have. Their module is imported on first use."""
 
 
 def __getattr__(name: str) -> Any:
@@ -74,7 +73,7 @@ def __getattr__(name: str) -> Any:
     from its row of `FUNCTION_LAYERS`.
     """
     if name in _RARE:
-        return getattr(importlib.import_module(_RARE[name]), name)
+        return getattr(importlib.import_module("quantizer.nn.rare_layers"), name)
     if name not in FUNCTION_LAYERS:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     cls = type(name, (Function,), {"target": FUNCTION_LAYERS[name], "__module__": __name__})

@@ -58,10 +58,9 @@ def load(network: nn.Module, file: str) -> None:
     weights = _load_tensors(opened, WEIGHTS_FILE)
     stored = weights | _load_tensors(opened, GROUP_SCALES)
     corrections = _load_tensors(opened, CORRECTIONS)
-    modules: dict[str, Layer] = {}
-    for name, module in network.named_children():
-        if isinstance(module, Layer):
-            modules[name] = module
+    modules: dict[str, Layer] = {
+        name: module for name, module in network.named_children() if isinstance(module, Layer)
+    }
     quantized = []
     for roles in info["tensors"].values():
         for role, entry in roles.items():

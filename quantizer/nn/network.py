@@ -1,9 +1,13 @@
-"""A module that runs a graph node by node."""
+"""A module that runs a graph node by node, and one forward pass of it over one batch."""
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from itertools import pairwise
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
+import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
@@ -11,9 +15,9 @@ import quantizer.nn as layers
 from quantizer.config.wording import counted
 from quantizer.errors import BatchError, DataError, first_line
 from quantizer.graph.emit import describe, overwritten
-from quantizer.graph.ir import Graph, Node, references
+from quantizer.graph.ir import Graph, Node, map_refs, references
 from quantizer.graph.tracing.lengths import Length
-from quantizer.nn.execution import Execution, Watchers, layer_arguments
+from quantizer.nn.image_layout import channels_first
 from quantizer.nn.layer import Layer
 from quantizer.nn.quantizer import TensorQuantizer
 from quantizer.nn.recorded_outputs import RecordedOutputs
@@ -56,11 +60,10 @@ class Network(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Return the output of the traced model, in the type of its outputs."""
-        if self.recorded is not None:
-            recorded = self.recorded.find(self.inputs(args, kwargs))
-            if recorded is not None:
-                return recorded.output
-        return self.observe(args, kwargs, {})
+        if self.recorded is None:
+            return self.observe(args, kwargs, NO_WATCHERS)
+        inputs = self.inputs(args, kwargs)
+        return self.recorded.output(inputs, lambda: Execution(self, inputs).advance().output())
 
     def observe(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], watch: Watchers) -> Any:
         """Run, show each watched node's value to its watcher, and return the output."""
@@ -180,9 +183,15 @@ def _prefetch(layer: Layer) -> None:
     """Read a layer's weights while a device computes the layers before. The CPU has no time to
     spare.
     """
-    for tensor in (*layer.parameters(), *layer.buffers()):
-        if isinstance(tensor, DeferredTensor) and tensor.device != CPU:
+    for tensor in deferred_tensors(layer):
+        if tensor.device != CPU:
             tensor.prefetch()
+
+
+def deferred_tensors(layer: nn.Module) -> list[DeferredTensor]:
+    """Return the parameters and buffers of a layer that are in files."""
+    tensors = (*layer.parameters(), *layer.buffers())
+    return [tensor for tensor in tensors if isinstance(tensor, DeferredTensor)]
 
 
 def _names_of_lengths(graph: Graph) -> dict[int, dict[int, str]]:
@@ -271,3 +280,123 @@ def _last_uses(graph: Graph) -> dict[str, list[str]]:
         if name not in outputs:
             last_uses[reader].append(name)
     return last_uses
+
+
+Watchers = Mapping[str, Callable[[Tensor], None]]
+"""Functions that are called with the value of a node, by the node's name."""
+NO_WATCHERS: Watchers = {}
+
+
+class Runnable(Protocol):
+    """A network that is executed node by node; see `Network`."""
+
+    graph: Graph
+    last_uses: Mapping[str, Sequence[str]]
+    overwritten: Collection[str]
+
+    def run_node(self, node: Node, values: Mapping[str, Any]) -> Any:
+        """Return the node's value. `values` has those of the nodes that it reads, and that of
+        the node itself if it is an input.
+        """
+
+
+class Execution:
+    """The values that are alive between two nodes. `position` is the next node's index.
+
+    Args:
+        network: the network that runs.
+        inputs: its inputs for the batch, in order.
+    """
+
+    def __init__(self, network: Runnable, inputs: Sequence[Any]) -> None:
+        names = [node.name for node in network.graph.nodes if node.op == "input"]
+        self.network = network
+        self.position = 0
+        self.values: dict[str, Any] = dict(zip(names, inputs, strict=True))
+
+    def branch(self) -> Execution:
+        """Return another execution that continues from here. This one stays where it is."""
+        other = copy.copy(self)
+        other.values = dict(self.values)
+        for name in self.network.overwritten:
+            if name in other.values:
+                other.values[name] = other.values[name].clone()
+        return other
+
+    def step(self, watch: Watchers = NO_WATCHERS) -> tuple[str, Any]:
+        """Run the next node, show its value to its watcher, and return its name and value."""
+        node = self.network.graph.nodes[self.position]
+        value = self.network.run_node(node, self.values)
+        if node.name in watch:
+            watch[node.name](value)
+        self.put(value)
+        return node.name, value
+
+    def put(self, value: Any) -> None:
+        """Set the value of the next node instead of running it."""
+        name = self.network.graph.nodes[self.position].name
+        self.values[name] = value
+        for unread in self.network.last_uses[name]:
+            del self.values[unread]
+        self.position += 1
+
+    def steps(self) -> Iterator[tuple[str, Any]]:
+        """Run the remaining nodes, and yield each one's name and value, valid until the
+        next.
+        """
+        while self.position < len(self.network.graph.nodes):
+            yield self.step()
+
+    def advance(self, stop: int | None = None, watch: Watchers = NO_WATCHERS) -> Execution:
+        """Run the nodes before index `stop`, by default all that remain, and return self."""
+        if stop is None:
+            stop = len(self.network.graph.nodes)
+        while self.position < stop:
+            self.step(watch)
+        return self
+
+    def output(self) -> Any:
+        """Return the network's output, in the type of the traced model's, once all nodes have
+        run.
+        """
+        graph = self.network.graph
+        output = channels_first(self._raw_output())
+        return graph.rebuild(output) if graph.rebuild else output
+
+    def outputs(self) -> list[Tensor]:
+        """Return the tensors of the network's output, in order. A complex one is given as its
+        real view.
+        """
+        tensors = []
+        for leaf in pytree.tree_leaves(self._raw_output()):
+            if isinstance(leaf, Tensor) and leaf.is_complex():
+                tensors.append(torch.view_as_real(leaf))
+            elif isinstance(leaf, Tensor):
+                tensors.append(leaf)
+        return tensors
+
+    def float_outputs(self) -> list[Tensor]:
+        """Return the floating-point tensors of the network's output, in order."""
+        return float_leaves(self.outputs())
+
+    def _raw_output(self) -> Any:
+        return map_refs(self.network.graph.output, self.values.__getitem__)
+
+
+def float_leaves(output: Any) -> list[Tensor]:
+    """Return the floating-point tensors of a nested output, in order."""
+    return [
+        leaf
+        for leaf in pytree.tree_leaves(output)
+        if isinstance(leaf, Tensor) and leaf.is_floating_point()
+    ]
+
+
+def layer_arguments(node: Node, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of a node's layer.
+
+    Nothing may keep the dict, as it would keep the values alive.
+    """
+    if node.op == "input":
+        return {"input": values[node.name]}
+    return {key: map_refs(value, values.__getitem__) for key, value in node.inputs.items()}

@@ -112,15 +112,12 @@ class TensorQuantizer(nn.Module):
             return self._scaled(x, inplace=inplace)
 
     def _scaled(self, x: Tensor, *, inplace: bool) -> Tensor:
-        if self.spec.is_dynamic:
-            return self._dynamic(x, inplace=inplace)
-        return quantize_tensor(x, self.spec, self.scale, self.zero_point, inplace=inplace)
-
-    def _dynamic(self, x: Tensor, *, inplace: bool) -> Tensor:
+        spec = self.spec
+        if not spec.is_dynamic:
+            return quantize_tensor(x, spec, self.scale, self.zero_point, inplace=inplace)
         # Only dynamic tensors need it
         from quantizer.nn.dynamic import dynamic_qparams, quantize_each_row
 
-        spec = self.spec
         has_one_range = spec.qscheme == "per_tensor" or spec.scale_type == "e4m3"
         if has_one_range or torch.compiler.is_compiling():
             qparams = dynamic_qparams(x, spec, self.scale)

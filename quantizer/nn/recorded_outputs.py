@@ -3,8 +3,8 @@ without another run.
 """
 
 import hashlib
-from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
@@ -13,12 +13,6 @@ from quantizer.storage.deferred_tensor import CPU, DeferredTensor, bytes_of
 
 _MOST_BYTES = 1 << 26
 """Bytes of the outputs that are kept."""
-
-
-class RecordedOutput(NamedTuple):
-    """An output that was found. It may be None itself, if the model returns that."""
-
-    output: Any
 
 
 class RecordedOutputs:
@@ -37,7 +31,7 @@ class RecordedOutputs:
         self._bytes_left = _MOST_BYTES
 
     def record(self, digest: bytes | None, output: Any) -> None:
-        """Keep an output, if there is room.
+        """Keep an output, if there is room and a digest.
 
         Args:
             digest: of the inputs.
@@ -51,19 +45,17 @@ class RecordedOutputs:
             self._bytes_left -= size
             self._outputs[digest] = _copied(output)
 
-    def find(self, inputs: Sequence[Any]) -> RecordedOutput | None:
-        """Return a copy of the output for these inputs; None if the network has to run.
+    def output(self, inputs: Sequence[Any], run: Callable[[], Any]) -> Any:
+        """Return a copy of the output for these inputs, or what `run` returns.
 
-        It has to run if its parameters have changed, or if hooks wait for its layers.
+        The network has to run if its parameters have changed, or if hooks wait for its layers.
         """
-        if not self._outputs or _has_hooks(self._network):
-            return None
-        if _versions(self._network) != self._versions:
-            return None
-        digest = digest_of(inputs)
-        if digest not in self._outputs:
-            return None
-        return RecordedOutput(_copied(self._outputs[digest]))
+        is_same = not _has_hooks(self._network) and _versions(self._network) == self._versions
+        if self._outputs and is_same:
+            digest = digest_of(inputs)
+            if digest in self._outputs:
+                return _copied(self._outputs[digest])
+        return run()
 
 
 def digest_of(inputs: Iterable[Any]) -> bytes | None:
@@ -102,7 +94,4 @@ def _versions(network: nn.Module) -> list[tuple[int, ...]]:
 
 def _has_hooks(network: nn.Module) -> bool:
     """Return whether a layer has hooks, which only a run calls."""
-    for module in network.modules():
-        if module._forward_hooks or module._forward_pre_hooks:
-            return True
-    return False
+    return any(part._forward_hooks or part._forward_pre_hooks for part in network.modules())

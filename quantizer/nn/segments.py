@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from quantizer.graph.ir import Node
-from quantizer.nn.execution import Execution
-from quantizer.nn.network import Network
+from quantizer.nn.network import Execution, Network, deferred_tensors
 from quantizer.storage.deferred_tensor import DeferredTensor, keep_loaded
 
 _BYTES_OF_SMALL_WEIGHTS = 1 << 24
@@ -79,10 +78,7 @@ def _deferred_weights(networks: Sequence[Network], node: Node) -> list[DeferredT
     """Return the weights of a node's layers that are in files."""
     weights: list[DeferredTensor] = []
     for network in networks:
-        layer = network.layers[node.name]
-        for tensor in (*layer.parameters(), *layer.buffers()):
-            if isinstance(tensor, DeferredTensor):
-                weights.append(tensor)
+        weights += deferred_tensors(network.layers[node.name])
     return weights
 
 

@@ -16,6 +16,7 @@ from quantizer.observers.observer import (
     UnobservedError,
     check_has_codes,
     find_ranges,
+    require_finite,
 )
 
 __all__ = [
@@ -31,5 +32,6 @@ __all__ = [
     "find_ranges",
     "kernel_of",
     "largest_by_index",
+    "require_finite",
     "searched_format",
 ]

@@ -4,7 +4,6 @@ The values themselves are not stored.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 
@@ -36,87 +35,7 @@ _FIRST_CAPACITY = 16
 """For how many batches a buffer of few rows has room at first."""
 
 
-def memory_of(spec: QuantizationSpec) -> Memory:
-    """Return an empty memory of the kind that the statistic needs."""
-    return PooledMemory(spec) if spec.statistic == POOLED else RangeMemory(spec)
-
-
-class Memory(ABC):
-    """What an observer of `spec` has seen."""
-
-    def __init__(self, spec: QuantizationSpec) -> None:
-        self.spec = spec
-
-    @property
-    @abstractmethod
-    def is_empty(self) -> bool:
-        """Return whether no batch was added."""
-
-    @abstractmethod
-    def add(self, x: Tensor, batch: ObservedBatch) -> None:
-        """Add a batch, whose values are `x`."""
-
-    @abstractmethod
-    def ranges(self) -> LowHigh:
-        """Return the ranges, (B, R) each. One range for all batches has B = 1."""
-
-    @abstractmethod
-    def extremes(self) -> LowHigh:
-        """Return the least and the greatest value seen in each row, (R,) float64."""
-
-    @abstractmethod
-    def forget_after(self, batches: int) -> None:
-        """Drop the batches after the first `batches`."""
-
-    @abstractmethod
-    def merge(self, *others: Memory) -> None:
-        """Add the batches of other memories of this kind, one of each memory in turn.
-
-        Ranks have read them in that order.
-        """
-
-    @abstractmethod
-    def state_dict(self) -> dict[str, Tensor]:
-        """Return the tensors that `load_state_dict` takes."""
-
-    @abstractmethod
-    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Replace what was seen.
-
-        Raises:
-            ValueError: it is not a state of this kind of memory.
-        """
-
-    @abstractmethod
-    def restate(self, other: Memory, companion: Memory | None) -> None:
-        """Fill an empty memory of this spec as if it had seen the batches that `other` has seen
-        for another spec.
-
-        Args:
-            other: a memory of any kind.
-            companion: another memory of the same values, which may have a histogram.
-
-        Raises:
-            LookupError: `other` lacks statistics that are needed. The message names them.
-        """
-
-    @abstractmethod
-    def combine_parts(self, parts: Sequence[tuple[Memory, float]]) -> None:
-        """Fill an empty memory as if it had seen the values of all parts in one tensor.
-
-        Args:
-            parts: memories of this spec that saw the same batches, each with the power of two
-                that its values are multiplied by.
-        """
-
-    @abstractmethod
-    def set_aside(self, keep: Callable[[Tensor], Tensor]) -> None:
-        """Replace each tensor whose size grows with the rows by `keep` of it, which may move it
-        to disk.
-        """
-
-
-class RangeMemory(Memory):
+class RangeMemory:
     """Stores four values of each batch and row: low and high of the method's range, the least
     value and the greatest.
 
@@ -126,7 +45,7 @@ class RangeMemory(Memory):
     """
 
     def __init__(self, spec: QuantizationSpec) -> None:
-        super().__init__(spec)
+        self.spec = spec
         self._buffer = torch.empty(0, 4, 0, dtype=torch.float64)
         self._count = 0
         # The last batch, if its range is still to be computed, and memory for its counts
@@ -135,6 +54,7 @@ class RangeMemory(Memory):
 
     @property
     def is_empty(self) -> bool:
+        """Return whether no batch was added."""
         return not self._count
 
     def add(self, x: Tensor, batch: ObservedBatch) -> None:
@@ -191,20 +111,26 @@ class RangeMemory(Memory):
         self._buffer[self._count - 1, 1] = high
 
     def ranges(self) -> LowHigh:
+        """Return the range of each batch, (B, R)."""
         batches = self._batches()
         return batches[:, 0], batches[:, 1]
 
     def extremes(self) -> LowHigh:
+        """Return the least and the greatest value seen in each row, (R,) float64."""
         batches = self._batches()
         return batches[:, 2].amin(0), batches[:, 3].amax(0)
 
     def forget_after(self, batches: int) -> None:
+        """Drop the batches after the first `batches`."""
         if self._count > batches:
             self._count = batches
             self._pending = None
 
     def merge(self, *others: Memory) -> None:
-        """Add the batches of other memories, one of each memory in turn."""
+        """Add the batches of other memories of this kind, one of each memory in turn.
+
+        Ranks have read them in that order.
+        """
         columns = []
         for other in others:
             assert isinstance(other, RangeMemory)
@@ -218,11 +144,19 @@ class RangeMemory(Memory):
         self._replace(merged)
 
     def restate(self, other: Memory, companion: Memory | None) -> None:
-        """Fill the memory from one of any kind.
+        """Fill an empty memory of this spec as if it had seen the batches that `other` has seen
+        for another spec.
 
         From ranges of the same method, all is taken over. From other ranges, the method
         "maxmin" can use the extremes of each batch. From a histogram, it can use the extremes
         of all batches together, if the statistic is "max".
+
+        Args:
+            other: a memory of any kind.
+            companion: another memory of the same values, which may have a histogram.
+
+        Raises:
+            LookupError: `other` lacks statistics that are needed. The message names them.
         """
         spec = self.spec
         if isinstance(other, RangeMemory):
@@ -245,7 +179,14 @@ class RangeMemory(Memory):
             raise LookupError(f"{needs}, and one histogram is kept")
 
     def combine_parts(self, parts: Sequence[tuple[Memory, float]]) -> None:
-        """Take the lowest low and the highest high of all parts, batch by batch."""
+        """Fill an empty memory as if it had seen the values of all parts in one tensor.
+
+        It takes the lowest low and the highest high, batch by batch.
+
+        Args:
+            parts: memories of this spec that saw the same batches, each with the power of two
+                that its values are multiplied by.
+        """
         scaled_parts = []
         for part, factor in parts:
             assert isinstance(part, RangeMemory)
@@ -256,6 +197,9 @@ class RangeMemory(Memory):
         self._replace(torch.stack([low[:, 0], high[:, 1], low[:, 2], high[:, 3]], 1))
 
     def set_aside(self, keep: Callable[[Tensor], Tensor]) -> None:
+        """Replace the tensor, whose size grows with the rows, by `keep` of it, which may move
+        it to disk.
+        """
         # The clone has no room for more batches
         self._buffer = keep(self._batches().clone())
 
@@ -306,19 +250,20 @@ def compute_pending_ranges(memories: Iterable[Memory]) -> None:
             memory._set_last_range(memory_low, memory_high)
 
 
-class PooledMemory(Memory):
+class PooledMemory:
     """Stores one histogram of all batches except the last, and one of the last batch, which may
     still be dropped.
     """
 
     def __init__(self, spec: QuantizationSpec) -> None:
-        super().__init__(spec)
+        self.spec = spec
         self._pool: Histogram | None = None
         self._last: Histogram | None = None
         self._batch_count = 0
 
     @property
     def is_empty(self) -> bool:
+        """Return whether no batch was added."""
         return self._pool is None and self._last is None
 
     def add(self, x: Tensor, batch: ObservedBatch) -> None:
@@ -343,19 +288,23 @@ class PooledMemory(Memory):
         self._batch_count += batches
 
     def ranges(self) -> LowHigh:
+        """Return one range for all batches, (1, R)."""
         low, high = ranges_of(PooledBatches(self._histogram()), self.spec)
         return low[None], high[None]
 
     def extremes(self) -> LowHigh:
+        """Return the least and the greatest value seen in each row, (R,) float64."""
         histogram = self._histogram()
         return histogram.low, histogram.high
 
     def forget_after(self, batches: int) -> None:
+        """Drop the batches after the first `batches`."""
         if self._batch_count > batches:
             self._last = None
             self._batch_count -= 1
 
     def merge(self, *others: Memory) -> None:
+        """Add the batches of other memories of this kind."""
         for other in others:
             assert isinstance(other, PooledMemory)
             if not other.is_empty:
@@ -414,6 +363,15 @@ class PooledMemory(Memory):
         histogram = self._merged()
         assert histogram is not None
         return histogram
+
+
+Memory = RangeMemory | PooledMemory
+"""What an observer has seen."""
+
+
+def memory_of(spec: QuantizationSpec) -> Memory:
+    """Return an empty memory of the kind that the statistic needs."""
+    return PooledMemory(spec) if spec.statistic == POOLED else RangeMemory(spec)
 
 
 def _at_least_float32(rows: Tensor) -> Tensor:

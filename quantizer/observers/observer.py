@@ -40,17 +40,30 @@ class NonFiniteError(ObservationError):
     """A batch held NaN or infinity.
 
     Attributes:
-        nans, infinities, total: how many NaN and infinite values there were, of how many.
+        nans, infinities: how many NaN and infinite values there were.
     """
 
-    def __init__(self, nans: int, infinities: int, total: int) -> None:
+    def __init__(self, batch: Tensor) -> None:
+        self.nans = int(batch.isnan().sum())
+        self.infinities = int(batch.isinf().sum())
         super().__init__(
-            f"{nans} NaN and {infinities} infinite among {total} values; a range needs finite "
-            "ones."
+            f"{self.nans} NaN and {self.infinities} infinite among {batch.numel()} values; a "
+            "range needs finite ones."
         )
-        self.nans = nans
-        self.infinities = infinities
-        self.total = total
+
+
+def require_finite(value: Tensor) -> None:
+    """Raise an error if there is NaN or infinity.
+
+    Raises:
+        NonFiniteError: there is. It counts both.
+    """
+    if not value.is_floating_point() or not value.numel():
+        return
+    low, high = value.aminmax()
+    is_finite = low.isfinite() & high.isfinite()
+    if not bool(is_finite):
+        raise NonFiniteError(value)
 
 
 class NegativeValuesError(ObservationError):
@@ -307,7 +320,7 @@ class Observer:
         least = float(batch.low.min())
         # NaN shows in the extremes
         if not (math.isfinite(least) and math.isfinite(batch.high.max())):
-            raise NonFiniteError(int(x.isnan().sum()), int(x.isinf().sum()), x.numel())
+            raise NonFiniteError(x)
         check_has_codes(least, self._code_range)
         return batch
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -95,8 +96,7 @@ def _refitted(sample: Tensor, ranges: _GroupRanges, spec: QuantizationSpec) -> _
     return _tried(sample, low, high, spec)
 
 
-@dataclass(frozen=True)
-class _GroupRanges:
+class _GroupRanges(NamedTuple):
     """Ranges of groups, float64 (R,) each.
 
     Attributes:
@@ -124,11 +124,8 @@ class _GroupRanges:
         ones.
         """
         is_less = other.error < self.error
-        low = other.low.where(is_less, self.low)
-        high = other.high.where(is_less, self.high)
-        error = other.error.where(is_less, self.error)
-        refit = other.refit.where(is_less, self.refit)
-        return _GroupRanges(low, high, error, refit)
+        pairs = zip(self, other, strict=True)
+        return _GroupRanges(*(theirs.where(is_less, ours) for ours, theirs in pairs))
 
 
 def _tried(sample: Tensor, low: Tensor, high: Tensor, spec: QuantizationSpec) -> _GroupRanges:

@@ -14,8 +14,8 @@ from torch import nn
 from quantizer.calibration import fingerprint
 from quantizer.calibration.fingerprint import input_shapes
 from quantizer.calibration.fits_model import check_insertions, check_solution
+from quantizer.calibration.request import decisions_of
 from quantizer.calibration.solution import Solution, quantized_network
-from quantizer.calibration.step import decisions_of
 from quantizer.config.document.document import Document
 from quantizer.config.forms.algorithm_words import algorithm_entry
 from quantizer.config.forms.resolved import resolved_document

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from quantizer.algorithms.gptq import block_rounder, rows
-from quantizer.algorithms.gptq.block_rounder import ColumnScales, ReplayedRounder
+from quantizer.algorithms.gptq import rows
+from quantizer.algorithms.gptq.rows import ColumnScales, ReplayedRounder
 from quantizer.numerics.fake_quantize import IntegerKernel
 
 DEPTH, ROWS, GROUP = 300, 24, 60
@@ -43,7 +43,7 @@ def test_a_replay_repeats_the_operations(
         recordings.append(operations)
         return operations
 
-    monkeypatch.setattr(block_rounder, "record_graph", record)
+    monkeypatch.setattr(rows, "record_graph", record)
     monkeypatch.setattr(rows, "block_rounder", lambda _, columns: ReplayedRounder(columns))
     replayed = rounded(largest_zero_point)
     assert len(recordings) == 1

@@ -26,7 +26,7 @@ from support.toys import built, traced
 from torch import Tensor, nn
 
 from quantizer.algorithms.finetuning import network as finetuned_network
-from quantizer.algorithms.finetuning.layers import SOLVERS, FinetunedLayer
+from quantizer.algorithms.finetuning.layers import SOLVERS
 from quantizer.algorithms.finetuning.network import FinetuningResult, finetune_network
 from quantizer.algorithms.finetuning.rounding_problem import RoundingProblem, adaquant, adaround
 from quantizer.calibration.solution import Solution, quantized_network
@@ -36,9 +36,11 @@ from quantizer.evaluation.compare import compare
 from quantizer.graph.ir import Graph
 from quantizer.graph.ops import OPS
 from quantizer.graph.tracing.trace import trace
+from quantizer.layerwise.adjustment import RoundedWeight
 from quantizer.layerwise.patches import channel_rows, matrix_weight, patches, weight_matrix
 from quantizer.nn.network import Network
 from quantizer.numerics.granularity import to_rows
+from quantizer.numerics.qparams import QParams
 from quantizer.numerics.rounding import NEAREST
 from quantizer.sources.batches import Batch
 
@@ -212,7 +214,7 @@ def assert_on_the_codes(graph: Graph, before: Solution, made: FinetuningResult) 
     assert nodes
     assert set(made.layers) == {node.name for node in nodes}
     # What there is without the last look at the output
-    solution = finetuned_network.apply_finetuning(before, made.layers)
+    solution = before.with_rounded(made.layers)
     network, plain = quantized_network(graph, solution), Solution(solution.tensors)
     nearest = quantized_network(graph, plain)
     for name, found in made.layers.items():
@@ -275,10 +277,10 @@ def test_powers_of_two_stay_powers_of_two(mode: str, tmp_path: Path) -> None:
     )
     _, before, made = of_toy("residual", tmp_path, mode, content)
     for name, found in made.layers.items():
-        mantissa, _ = torch.frexp(found.scale)
+        mantissa, _ = torch.frexp(found.qparams.scale)
         assert (mantissa == 0.5).all()
         if mode == "adaround":
-            assert torch.equal(found.scale, before.tensors[name, "weights"].scale)
+            assert torch.equal(found.qparams.scale, before.tensors[name, "weights"].scale)
 
 
 def test_float_layers_and_fine_grids_are_left_alone(tmp_path: Path) -> None:
@@ -299,7 +301,7 @@ def test_the_same_seed_gives_the_same_and_finetuned_layers_are_not_solved_again(
     content = document(tensor={"weights": {"bit_width": 3}})
     graph, before, first = of_toy("residual", tmp_path, "adaquant", content)
     batches = [Batch(*built("residual").call(size), None, None) for size in (6, 5)]
-    steps: list[dict[str, FinetunedLayer]] = []
+    steps: list[dict[str, RoundedWeight]] = []
     for done in ({}, dict(list(first.layers.items())[:2])):
         again = finetune_network(
             graph,
@@ -312,7 +314,7 @@ def test_the_same_seed_gives_the_same_and_finetuned_layers_are_not_solved_again(
         )
         for name, expected in first.layers.items():
             assert torch.equal(again.layers[name].weight, expected.weight)
-            assert torch.equal(again.layers[name].scale, expected.scale)
+            assert torch.equal(again.layers[name].qparams.scale, expected.qparams.scale)
     assert len(steps) == 2 * len(graph.nodes)
     assert steps[0] == {}
     assert len(steps[len(graph.nodes)]) == 2
@@ -325,11 +327,12 @@ def test_an_output_that_becomes_worse_undoes_everything(
 
     def spoiled(
         reference: Any, quantized: Any, mode: str, **more: Any
-    ) -> dict[str, FinetunedLayer]:
+    ) -> dict[str, RoundedWeight]:
         last = [node for node in quantized.network.graph.nodes if node.op == "linear"][-1]
         shape = quantized.network.layers[last.name].get_parameter("weight").shape
-        scale = quantized.network.layers[last.name].quantizers["weights"].scale
-        more["done"] = {last.name: FinetunedLayer(torch.zeros(shape), scale, 1.0, 0.5)}
+        quantizer = quantized.network.layers[last.name].quantizers["weights"]
+        qparams = QParams(quantizer.scale, quantizer.zero_point)
+        more["done"] = {last.name: RoundedWeight(torch.zeros(shape), qparams, 1.0, 0.5)}
         return original(reference, quantized, mode, **more)
 
     monkeypatch.setattr(finetuned_network, "fast_finetune", spoiled)
@@ -363,14 +366,15 @@ def test_a_small_output_that_becomes_worse_undoes_everything(
 
     def spoiled(
         reference: Any, quantized: Any, mode: str, **more: Any
-    ) -> dict[str, FinetunedLayer]:
+    ) -> dict[str, RoundedWeight]:
         name = next(
             node.name
             for node in quantized.network.graph.nodes
             if node.name.endswith("[scores]/linear")
         )
-        scale = quantized.network.layers[name].quantizers["weights"].scale
-        more["done"] = {name: FinetunedLayer(torch.zeros(2, 8), scale, 1.0, 0.5)}
+        quantizer = quantized.network.layers[name].quantizers["weights"]
+        qparams = QParams(quantizer.scale, quantizer.zero_point)
+        more["done"] = {name: RoundedWeight(torch.zeros(2, 8), qparams, 1.0, 0.5)}
         return original(reference, quantized, mode, **more)
 
     monkeypatch.setattr(finetuned_network, "fast_finetune", spoiled)

@@ -24,7 +24,7 @@ from quantizer.graph.emit import emit
 from quantizer.graph.ir import Graph
 from quantizer.layerwise.adjustment import Adjustment, RoundedWeight, Task, apply_adjustment
 from quantizer.nn.network import Network
-from quantizer.nn.rescale import InputRotation
+from quantizer.nn.rare_layers import InputRotation
 
 W4 = QuantizationSpec(bit_width=4, qscheme="per_channel", ch_axis=0)
 A4 = QuantizationSpec(bit_width=4, is_dynamic=True, qscheme="per_token", ch_axis=-1)

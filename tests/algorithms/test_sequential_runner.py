@@ -20,8 +20,7 @@ from torch import nn
 
 from quantizer.errors import DataError
 from quantizer.graph.tracing.trace import trace
-from quantizer.layerwise.activation_store import ActivationStore
-from quantizer.layerwise.sequential_runner import SequentialRunner
+from quantizer.layerwise.sequential_runner import ActivationStore, SequentialRunner
 from quantizer.nn.network import Network
 from quantizer.sources.batches import Batch
 from quantizer.storage.deferred_tensor import DeferredTensor, loaded

@@ -36,7 +36,7 @@ from quantizer import (
     ScaleType,
 )
 from quantizer.calibration import observing
-from quantizer.calibration.module_attach import put
+from quantizer.calibration.changed_modules import put
 from quantizer.calibration.solution import quantized_network
 from quantizer.config.diagnostics import ConfigError
 from quantizer.config.document.document import Document
@@ -740,7 +740,7 @@ def test_what_breaks_off_while_quantizers_are_put_in_is_undone(
             raise error("in the middle")
         put(*args)
 
-    monkeypatch.setattr("quantizer.calibration.module_attach.put", put_until)
+    monkeypatch.setattr("quantizer.calibration.changed_modules.put", put_until)
     with pytest.raises(error):
         quantized(model, weight=spec(), input_tensors=per_token())
     assert equal(before, snapshot(model))

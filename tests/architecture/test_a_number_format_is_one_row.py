@@ -15,7 +15,7 @@ from support.hierarchies import hierarchy
 from support.toys import built, leaves_equal, traced
 
 from quantizer.calibration import fingerprint, observing
-from quantizer.calibration.module_attach import attach_solution
+from quantizer.calibration.changed_modules import attach_solution
 from quantizer.calibration.solution import quantized_network
 from quantizer.export import saved_modules as storage
 from quantizer.export.deployment import Deployment

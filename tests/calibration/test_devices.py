@@ -49,7 +49,7 @@ GIVE_TO_THE_CPU = {
     "algorithms/bias_correction/bias_correction.py:_correct",
     "calibration/channel_mean.py:observe",
     "algorithms/finetuning/layers.py:solve",
-    "algorithms/gptq/block_rounder.py:_index",
+    "algorithms/gptq/rows.py:_index",
     "algorithms/gptq/rows.py:by_first",
     "comparison/extents.py:column_energy",
     "comparison/extents.py:of",

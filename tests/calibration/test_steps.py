@@ -11,7 +11,7 @@ from support.configs import document
 from quantizer.calibration import steps
 from quantizer.calibration.request import CalibrationRequest, CalibrationState
 from quantizer.calibration.solution import Solution
-from quantizer.calibration.target import TracedTarget
+from quantizer.calibration.target import Target
 from quantizer.config.document.document import Document
 from quantizer.config.load import check_document
 from quantizer.graph.tracing.trace import trace
@@ -27,7 +27,7 @@ def request_() -> CalibrationRequest:
     data = [torch.randn(4, 3, 8, 8) for _ in range(3)]
     config = check_document(Document.of(document(), "config")).require()
     return CalibrationRequest(
-        target=TracedTarget(trace(model, (data[0],))), config=config, batches=load_batches(data)
+        target=Target(trace(model, (data[0],))), config=config, batches=load_batches(data)
     )
 
 

@@ -19,7 +19,7 @@ from test_ranks import MODEL
 from quantizer.calibration import steps
 from quantizer.calibration.request import CalibrationRequest
 from quantizer.calibration.solution import quantized_network
-from quantizer.calibration.target import TracedTarget
+from quantizer.calibration.target import Target
 from quantizer.cli.main import run_command
 from quantizer.config.document.document import Document
 from quantizer.config.load import check_document
@@ -90,7 +90,7 @@ def test_each_figure_is_that_of_a_network_with_just_that_tensor_or_with_all_othe
     model, data = Branches().eval(), [torch.randn(16, 6) for _ in range(3)]
     config = check_document(Document.of(document(overall=COARSE), "config")).require()
     original, batches = trace(model, (data[0],)), load_batches(data)
-    request = CalibrationRequest(target=TracedTarget(original), config=config, batches=batches)
+    request = CalibrationRequest(target=Target(original), config=config, batches=batches)
     solution = steps.run_calibration(request).solution
     calibrated = Calibrated(original, config.settings, solution)
     reference = Network(calibrated.float_graph)

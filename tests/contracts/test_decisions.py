@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import quantizer
-from quantizer.calibration.step import STAGES, Decision
+from quantizer.calibration.request import STAGES, Decision
 from quantizer.calibration.steps import STEPS
 from quantizer.config.resources import load_resource
 from quantizer.errors import ResultError

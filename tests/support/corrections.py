@@ -16,8 +16,7 @@ from quantizer.calibration.solution import Solution, quantized_network
 from quantizer.config.model import ResolvedConfig
 from quantizer.graph.ir import Graph
 from quantizer.graph.passes import run_passes
-from quantizer.layerwise.activation_store import ActivationStore
-from quantizer.layerwise.sequential_runner import SequentialRunner
+from quantizer.layerwise.sequential_runner import ActivationStore, SequentialRunner
 from quantizer.nn.network import Network
 from quantizer.plan.resolve import resolve_plan
 from quantizer.sources.batches import Batch

@@ -14,11 +14,10 @@ from quantizer.api.config import read_config
 from quantizer.calibration import steps
 from quantizer.calibration.events import Events
 from quantizer.calibration.request import CalibrationRequest
-from quantizer.calibration.target import TracedTarget
+from quantizer.calibration.target import Target
 from quantizer.evaluation.scores import Scores, score
 from quantizer.graph.ir import Graph
-from quantizer.nn.execution import layer_arguments
-from quantizer.nn.network import Network
+from quantizer.nn.network import Network, layer_arguments
 from quantizer.results.calibrated import Calibrated
 from quantizer.results.graph_file import trace_module
 from quantizer.sources.data import Batches, load_batches
@@ -96,7 +95,7 @@ def run(
     module, batches, graph = graph_of(model, dtype, device)
     config = read_config(config).require()
     request = CalibrationRequest(
-        target=TracedTarget(graph),
+        target=Target(graph),
         config=config,
         batches=batches,
         events=Events(),

@@ -22,16 +22,14 @@ import torch
 from torch import Tensor
 
 from quantizer.algorithms.equalization.equalization import LayerPair, find_pairs
-from quantizer.calibration.request import CalibrationRequest, CalibrationState
-from quantizer.calibration.step import Decision
+from quantizer.calibration.request import CalibrationRequest, CalibrationState, Decision
 from quantizer.config.model import QuantizationSpec
 from quantizer.config.wording import counted
 from quantizer.graph.channels.axis_rules import is_padded
 from quantizer.graph.edits import by_channel, passes_shifts, with_weights
 from quantizer.graph.ir import Graph, Node, PassChange
 from quantizer.graph.passes import graph_before
-from quantizer.nn.execution import Execution
-from quantizer.nn.network import Network
+from quantizer.nn.network import Execution, Network
 from quantizer.nn.quantizer import TensorQuantizer
 from quantizer.numerics.metrics import decibel, energy
 from quantizer.sources.batches import Batch, prefix_batch_errors
@@ -174,9 +172,7 @@ def decide_absorption(graph: Graph, batches: Iterable[Batch]) -> Record:
     Raises:
         DataError: the network cannot run a batch.
     """
-    pairs = []
-    for absorption in find_absorptions(graph):
-        pairs.append((absorption, _Energies()))
+    pairs = [(absorption, _Energies()) for absorption in find_absorptions(graph)]
     if not pairs:
         return {}
     network = Network(graph)

@@ -27,7 +27,6 @@ from quantizer.config.model import QuantizationSpec
 from quantizer.graph.edits import rescale_weight
 from quantizer.graph.ir import Node
 from quantizer.graph.structure.definitions import InputGroup
-from quantizer.layerwise.activation_store import ActivationStore
 from quantizer.layerwise.adjustment import (
     Adjustment,
     Remark,
@@ -60,10 +59,14 @@ from quantizer.layerwise.gram import (
 )
 from quantizer.layerwise.output_error import output_error
 from quantizer.layerwise.patches import weight_matrix
-from quantizer.layerwise.round_to_nearest import layer_qparams, nearest, sampled_rows
-from quantizer.layerwise.sequential_runner import SequentialRunner, watching
-from quantizer.layerwise.shared_steps import steps_before_rounding
-from quantizer.layerwise.super_blocks import super_block_remarks
+from quantizer.layerwise.round_to_nearest import (
+    layer_qparams,
+    nearest,
+    sampled_rows,
+    steps_before_rounding,
+    super_block_remarks,
+)
+from quantizer.layerwise.sequential_runner import ActivationStore, SequentialRunner, watching
 from quantizer.nn.network import Network
 
 _MIN_FACTOR = 1e-4

@@ -25,8 +25,7 @@ from quantizer.distributed import merge_in_batch_order
 from quantizer.errors import DataError
 from quantizer.graph.ir import Node
 from quantizer.graph.tracing.parameters import move_module
-from quantizer.layerwise.activation_store import ActivationStore
-from quantizer.layerwise.sequential_runner import SequentialRunner
+from quantizer.layerwise.sequential_runner import ActivationStore, SequentialRunner
 
 
 def run_bias_correction(
@@ -52,9 +51,7 @@ def run_bias_correction(
             as_codes=state.plan.settings.target_device == "DPU",
             after_layer=stage.advance,
         )
-    sizes = {}
-    for layer, correction in corrections.items():
-        sizes[layer] = float(correction.abs().max())
+    sizes = {layer: float(correction.abs().max()) for layer, correction in corrections.items()}
     largest = max(sizes, key=sizes.__getitem__)
     layers = counted(len(corrections), "layer")
     text = f"biases of {layers} corrected, by at most {sizes[largest]:.3g} in {largest}"

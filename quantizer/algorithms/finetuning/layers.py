@@ -9,7 +9,6 @@ Source: Nagel et al. 2020, "Up or Down? Adaptive Rounding for Post-Training Quan
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import cast
 
 import torch
@@ -19,6 +18,7 @@ from quantizer.algorithms.finetuning.rounding_problem import RoundingProblem, ad
 from quantizer.errors import DataError
 from quantizer.graph.ir import Graph, Node
 from quantizer.graph.tracing.parameters import set_parameter
+from quantizer.layerwise.adjustment import RoundedWeight
 from quantizer.layerwise.gram import DEEPEST
 from quantizer.layerwise.patches import (
     channel_rows,
@@ -30,7 +30,7 @@ from quantizer.layerwise.patches import (
 from quantizer.layerwise.sequential_runner import SequentialRunner
 from quantizer.nn.layer import Layer
 from quantizer.nn.quantizer import TensorQuantizer
-from quantizer.numerics.qparams import uncut
+from quantizer.numerics.qparams import QParams, uncut
 from quantizer.numerics.rounding import NEAREST
 from quantizer.observers import code_range_of
 
@@ -48,24 +48,6 @@ _MIN_SAMPLES = 1024
 _MAX_SAMPLES = 16384
 # Values of the sampled inputs of one layer
 _MAX_SAMPLED_VALUES = 1 << 26
-
-
-@dataclass(frozen=True)
-class FinetunedLayer:
-    """Holds what finetuning made of a layer.
-
-    Attributes:
-        weight: rounded.
-        scale: of the weight.
-        before: squared error of the layer's outputs with RTN over all batches, after a fused
-            activation and the output's quantizer.
-        after: the same with this weight.
-    """
-
-    weight: Tensor
-    scale: Tensor
-    before: float
-    after: float
 
 
 def finetunable(node: Node, layer: Layer) -> bool:
@@ -99,9 +81,9 @@ def fast_finetune(
     mode: str,
     *,
     seed: int,
-    done: Mapping[str, FinetunedLayer],
-    after_layer: Callable[[Mapping[str, FinetunedLayer]], None],
-) -> dict[str, FinetunedLayer]:
+    done: Mapping[str, RoundedWeight],
+    after_layer: Callable[[Mapping[str, RoundedWeight]], None],
+) -> dict[str, RoundedWeight]:
     """Round the weights of each layer in execution order, on the inputs that rounding the
     layers before it has left.
 
@@ -121,7 +103,9 @@ def fast_finetune(
             and checkpoints.
 
     Returns:
-        The result of each layer that `finetunable` accepts, by name.
+        The rounded weight of each layer that `finetunable` accepts, by name. Its errors are
+        sums over all batches, after a fused activation and the output's quantizer, and no
+        shares.
 
     Raises:
         DataError: a layer's outputs are not finite; the layer is named.
@@ -134,7 +118,7 @@ def fast_finetune(
             if finetunable(node, layer):
                 if node.name in results:
                     result = results[node.name]
-                    _set_weight(layer, result.weight, result.scale)
+                    _set_weight(layer, result.weight, result.qparams.scale)
                 else:
                     finetuning = _LayerFinetuning(reference, quantized, node, targets)
                     results[node.name] = finetuning.solve(mode, seed + index)
@@ -166,7 +150,7 @@ class _LayerFinetuning:
             for runner in (reference, quantized):
                 self.activation_layers.append(runner.network.layers[self.activation.name])
 
-    def solve(self, mode: str, seed: int) -> FinetunedLayer:
+    def solve(self, mode: str, seed: int) -> RoundedWeight:
         """Solve the layer, and take of the solution what is better on all batches."""
         shape = self.quantizer.scale.shape
         rtn = self.layer.get_parameter("weight").detach().clone()
@@ -190,9 +174,8 @@ class _LayerFinetuning:
         scale = torch.where(is_used, scale, problem.scale).view(shape)
         _set_weight(self.layer, weight, scale)
         errors = torch.where(is_better.flatten(), after, before)
-        return FinetunedLayer(
-            weight.cpu(), scale.cpu(), before=float(before.sum()), after=float(errors.sum())
-        )
+        qparams = QParams(scale.cpu(), self.quantizer.zero_point.cpu())
+        return RoundedWeight(weight.cpu(), qparams, float(before.sum()), float(errors.sum()))
 
     def problem(self, generator: torch.Generator) -> RoundingProblem:
         """Return the layer's least squares, over positions of its outputs drawn from all

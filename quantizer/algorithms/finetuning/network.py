@@ -1,7 +1,6 @@
 """Fast finetuning of a whole network, which is kept only if the output becomes better."""
 
 import logging
-import math
 import statistics
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -10,32 +9,26 @@ from typing import Any
 
 import torch
 
-from quantizer.algorithms.finetuning.layers import FinetunedLayer, fast_finetune
+from quantizer.algorithms.finetuning.layers import fast_finetune
 from quantizer.calibration import fingerprint
 from quantizer.calibration.events import RunStage
-from quantizer.calibration.fits_model import check_weight
+from quantizer.calibration.fits_model import check_adjustment
 from quantizer.calibration.request import CalibrationRequest, CalibrationState
-from quantizer.calibration.snapshots import (
-    other_run,
-    register_dataclasses,
-    snapshot_of,
-    value_of,
-)
+from quantizer.calibration.snapshots import register_dataclasses, snapshot_of, value_of
 from quantizer.calibration.solution import Solution, quantized_network
 from quantizer.comparison.output_measure import OutputNoises
 from quantizer.config.wording import counted
 from quantizer.graph.channels.output_parts import Output, output_parts
 from quantizer.graph.ir import Graph
 from quantizer.graph.tracing.parameters import move_module
-from quantizer.layerwise.activation_store import ActivationStore
-from quantizer.layerwise.adjustment import RoundedWeight
-from quantizer.layerwise.sequential_runner import SequentialRunner
-from quantizer.nn.execution import float_leaves
-from quantizer.nn.network import Network
+from quantizer.layerwise.adjustment import Adjustment, RoundedWeight
+from quantizer.layerwise.sequential_runner import ActivationStore, SequentialRunner
+from quantizer.nn.network import Network, float_leaves
 from quantizer.numerics.qparams import QParams
 from quantizer.sources.batches import Batch
 
-register_dataclasses(FinetunedLayer)
+register_dataclasses(RoundedWeight, QParams)
+_CHECKPOINT = "the checkpoint of finetuning"
 FEW_SAMPLES = 32
 """With fewer, finetuned weights fit the calibration data more than the model."""
 
@@ -74,7 +67,7 @@ def _finetune_weights(request: CalibrationRequest, state: CalibrationState) -> S
         request.events.message(logging.INFO, text)
     layers = restored
 
-    def after_layer(so_far: Mapping[str, FinetunedLayer]) -> None:
+    def after_layer(so_far: Mapping[str, RoundedWeight]) -> None:
         """Count a layer. The snapshots of the stage are made of all so far."""
         nonlocal layers
         layers = so_far
@@ -121,7 +114,7 @@ def _scales_digest(solution: Solution) -> str:
 
 def _restored(
     request: CalibrationRequest, state: CalibrationState, **key: Any
-) -> Mapping[str, FinetunedLayer]:
+) -> Mapping[str, RoundedWeight]:
     """Return the layers that a stopped run has finetuned; none if this run does not resume it.
 
     Raises:
@@ -130,16 +123,9 @@ def _restored(
     snapshot = request.stored("finetune", **key)
     if snapshot is None:
         return {}
-    layers = value_of(snapshot, dict[str, FinetunedLayer])
-    for name, layer in layers.items():
-        check_weight(state.plan.graph, name, layer.weight, "the checkpoint of finetuning")
-        if not (math.isfinite(layer.before) and math.isfinite(layer.after)):
-            raise other_run(f"{name} has errors that are not finite")
-        tensor = state.solution.tensors.get((name, "weights"))
-        is_positive = (layer.scale > 0) & layer.scale.isfinite()
-        has_same_shape = tensor is not None and layer.scale.shape == tensor.scale.shape
-        if not has_same_shape or not bool(is_positive.all()):
-            raise other_run(f"{name} has other scales")
+    layers = value_of(snapshot, dict[str, RoundedWeight])
+    found = Adjustment(rounded=layers)
+    check_adjustment(found, state.plan.graph, state.solution.specs, _CHECKPOINT)
     return layers
 
 
@@ -157,7 +143,7 @@ class FinetuningResult:
     """
 
     solution: Solution
-    layers: Mapping[str, FinetunedLayer]
+    layers: Mapping[str, RoundedWeight]
     before: OutputNoises
     after: OutputNoises
     plain: int = 0
@@ -180,10 +166,11 @@ class FinetuningResult:
         )
         if self.undone:
             return f"finetuning undone, because the output became worse: {figures}"
-        shares = []
-        for layer in self.layers.values():
-            if layer.after < layer.before:
-                shares.append(layer.after / layer.before)
+        shares = [
+            layer.after / layer.before
+            for layer in self.layers.values()
+            if layer.after < layer.before
+        ]
         parts = [f"{len(shares)} of {counted(len(self.layers), 'layer')} finetuned"]
         if self.plain:
             verb = "keeps" if self.plain == 1 else "keep"
@@ -204,8 +191,8 @@ def finetune_network(
     *,
     store: ActivationStore | None = None,
     seed: int,
-    done: Mapping[str, FinetunedLayer],
-    after_layer: Callable[[Mapping[str, FinetunedLayer]], None],
+    done: Mapping[str, RoundedWeight],
+    after_layer: Callable[[Mapping[str, RoundedWeight]], None],
 ) -> FinetuningResult:
     """Learn weights, and with "adaquant" their scales, that bring the quantized network nearer
     to the float one.
@@ -252,17 +239,8 @@ def finetune_network(
         is_quantized = (node.name, "weights") in solution.tensors
         if node.row.is_linear_or_convolution and is_quantized and node.name not in layers:
             plain += 1
-    result = FinetuningResult(apply_finetuning(solution, layers), layers, before, after, plain)
+    result = FinetuningResult(solution.with_rounded(layers), layers, before, after, plain)
     return replace(result, solution=solution) if result.undone else result
-
-
-def apply_finetuning(solution: Solution, layers: Mapping[str, FinetunedLayer]) -> Solution:
-    """Return the solution with the weights and scales of finetuned layers."""
-    rounded = {}
-    for name, layer in layers.items():
-        qparams = QParams(layer.scale, solution.tensors[name, "weights"].zero_point)
-        rounded[name] = RoundedWeight(layer.weight, qparams, layer.before, layer.after)
-    return solution.with_rounded(rounded)
 
 
 def _noises(

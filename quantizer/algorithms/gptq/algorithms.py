@@ -25,7 +25,6 @@ from quantizer.distributed import Ranks
 from quantizer.graph.ir import Graph
 from quantizer.graph.structure.definitions import InputGroup
 from quantizer.graph.tracing.parameters import set_parameter
-from quantizer.layerwise.activation_store import ActivationStore
 from quantizer.layerwise.adjustment import Adjustment, Remark, Task, apply_adjustment
 from quantizer.layerwise.gram import (
     DEEPEST,
@@ -38,10 +37,13 @@ from quantizer.layerwise.gram import (
     not_finite_input,
     quantized_layers,
 )
-from quantizer.layerwise.round_to_nearest import nearest, nearest_qparams
-from quantizer.layerwise.sequential_runner import SequentialRunner, watching
-from quantizer.layerwise.shared_steps import steps_before_rounding
-from quantizer.layerwise.super_blocks import super_block_remarks
+from quantizer.layerwise.round_to_nearest import (
+    nearest,
+    nearest_qparams,
+    steps_before_rounding,
+    super_block_remarks,
+)
+from quantizer.layerwise.sequential_runner import ActivationStore, SequentialRunner, watching
 from quantizer.nn import ExpertLinear
 from quantizer.nn.network import Network
 from quantizer.observers import ObservationError

@@ -12,17 +12,18 @@ Guidance" (arXiv 2505.07004), with one group of output channels. The power is no
 import contextlib
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
 from quantizer.distributed import Ranks
-from quantizer.errors import DataError, first_line
+from quantizer.errors import DataError
 from quantizer.graph.structure.language_parts import language_head
 from quantizer.layerwise.adjustment import Remark, Task
 from quantizer.layerwise.gram import quantized_layers
-from quantizer.layerwise.output_gradients import NO_GRADIENT, random_signs
+from quantizer.layerwise.sensitivity import backward, random_signs
 from quantizer.nn.network import Network
 from quantizer.sources.batches import Batch, prefix_batch_errors
 
@@ -83,9 +84,7 @@ def token_weights(network: Network, task: Task, power: float) -> dict[str, Tenso
             for value, energy in energies.items():
                 weight = energy.pow(power)
                 batch_weights.setdefault(value, []).append(weight)
-    weights = {}
-    for value, tensors in batch_weights.items():
-        weights[value] = torch.cat(tensors)
+    weights = {value: torch.cat(tensors) for value, tensors in batch_weights.items()}
     means = _means(weights, task.ranks)
     for mean in means.values():
         if not math.isfinite(mean):
@@ -126,10 +125,7 @@ def _means(weights: Mapping[str, Tensor], ranks: Ranks) -> dict[str, float]:
         for value, (rank_total, rank_tokens) in rank_sums.items():
             totals[value] += rank_total
             counts[value] += rank_tokens
-    means = {}
-    for value, total in totals.items():
-        means[value] = total / counts[value]
-    return means
+    return {value: total / counts[value] for value, total in totals.items()}
 
 
 def _values_of_layers(network: Network, task: Task) -> dict[str, str]:
@@ -164,36 +160,23 @@ def _energies(
             hooks.callback(end.remove)
         execution = network.start(batch.args, batch.kwargs)
         execution.advance()
-        outputs = [output for output in execution.float_outputs() if output.requires_grad]
-        if not outputs:
-            raise DataError(NO_GRADIENT, help=_REMEDY)
-        try:
-            for draw in range(1, _DRAWS + 1):
-                gradients = _drawn_gradients(outputs, vocabulary, generator)
-                torch.autograd.backward(outputs, gradients, retain_graph=draw < _DRAWS)
-        except RuntimeError as error:
-            reason = first_line(error)
-            raise DataError(f"{NO_GRADIENT}: {reason}", help=_REMEDY) from error
+        outputs = execution.float_outputs()
+        drawn = partial(_drawn_gradient, vocabulary=vocabulary, generator=generator)
+        for draw in range(1, _DRAWS + 1):
+            backward(outputs, drawn, retain_graph=draw < _DRAWS, remedy=_REMEDY)
     return energies
 
 
-def _drawn_gradients(
-    outputs: Sequence[Tensor], vocabulary: int, generator: torch.Generator
-) -> list[Tensor]:
-    """Return for each output the gradient of a drawn loss by it, in its shape and dtype.
+def _drawn_gradient(output: Tensor, vocabulary: int, generator: torch.Generator) -> Tensor:
+    """Return the gradient of a drawn loss by an output, in its shape and dtype.
 
     Outputs whose last axis is as long as the vocabulary are logits.
     """
-    gradients = []
-    for output in outputs:
-        # A scalar has no last axis, and counts as one channel
-        width = output.shape[-1:].numel()
-        if width == vocabulary:
-            gradient = _gradient_of_drawn_classes(output, generator)
-        else:
-            gradient = random_signs(output, generator)
-        gradients.append(gradient)
-    return gradients
+    # A scalar has no last axis, and counts as one channel
+    width = output.shape[-1:].numel()
+    if width == vocabulary:
+        return _gradient_of_drawn_classes(output, generator)
+    return random_signs(output, generator)
 
 
 def _vocabulary(network: Network) -> int:

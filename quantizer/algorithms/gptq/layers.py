@@ -8,16 +8,15 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from quantizer.algorithms.gptq.block_rounder import ColumnScales
-from quantizer.algorithms.gptq.column_scales import column_scales, scale_index
-from quantizer.algorithms.gptq.member import Member
-from quantizer.algorithms.gptq.rows import OpenGroups, round_columns
+from quantizer.algorithms.gptq.member import Member, column_scales, scale_index
+from quantizer.algorithms.gptq.rows import ColumnScales, OpenGroups, round_columns
 from quantizer.algorithms.gptq.sweeps import Refinement, may_refit_scales
 from quantizer.algorithms.gptq.target import GptqTarget, Hessian, Products
 from quantizer.config.model import QuantizationSpec
@@ -127,9 +126,14 @@ def round_layers(
             to_solve = alike
             if target.settings.scale_search and not is_dynamic:
                 to_solve = _with_searched_scales(alike, solvable, gram)
-            solutions = _solve_ranges(
-                to_solve, solvable, products, target, is_dynamic=is_dynamic
+            solve = partial(
+                _solve,
+                hessians=solvable,
+                products=products,
+                target=target,
+                is_dynamic=is_dynamic,
             )
+            solutions = _solve_ranges(to_solve, solve)
         else:
             # A group of channels has no solution, and so the layers stay at RTN
             infinite = gram.new_full((1, 1), math.inf)
@@ -269,12 +273,7 @@ def _relative_errors(
 
 
 def _solve_ranges(
-    members: Sequence[Member],
-    hessians: Sequence[Hessian],
-    products: Sequence[Products],
-    target: GptqTarget,
-    *,
-    is_dynamic: bool,
+    members: Sequence[Member], solve: Callable[[Sequence[Member]], list[GptqSolution]]
 ) -> list[GptqSolution]:
     """Round layers with one spec.
 
@@ -284,7 +283,7 @@ def _solve_ranges(
     spec = members[0].spec
     is_fixed = any(member.is_fixed for member in members)
     if is_fixed or uncut(code_range_of(spec)) == 1:
-        return _solve(members, hessians, products, target, is_dynamic=is_dynamic)
+        return solve(members)
     uncut_spec = replace(spec, symmetric_scale="quant_max")
     uncut_members = [member.with_spec(uncut_spec) for member in members]
     solved_together = [[*members], uncut_members]
@@ -295,7 +294,7 @@ def _solve_ranges(
         solved_together = [[*members, *uncut_members]]
     solutions: list[GptqSolution] = []
     for batch in solved_together:
-        solutions += _solve(batch, hessians, products, target, is_dynamic=is_dynamic)
+        solutions += solve(batch)
     count = len(members)
     pairs = zip(solutions[:count], solutions[count:], strict=True)
     return [solution.best_of(other, spec) for solution, other in pairs]
@@ -303,10 +302,10 @@ def _solve_ranges(
 
 def _solve(
     members: Sequence[Member],
+    *,
     hessians: Sequence[Hessian],
     products: Sequence[Products],
     target: GptqTarget,
-    *,
     is_dynamic: bool,
 ) -> list[GptqSolution]:
     """Round layers whose specs differ in the symmetric scale at most, group by group.

@@ -28,14 +28,13 @@ from quantizer.layerwise.adjustment import (
 )
 from quantizer.layerwise.gram import UNREACHED, not_finite_input
 from quantizer.layerwise.round_to_nearest import layer_qparams, nearest
-from quantizer.layerwise.sequential_runner import no_batches
+from quantizer.layerwise.sequential_runner import observe_all
 from quantizer.nn.network import Network
 from quantizer.numerics.block_search import searched_scales
 from quantizer.numerics.granularity import scale_shape, to_rows
 from quantizer.numerics.group_search import SearchedFormat
 from quantizer.numerics.qparams import QParams
 from quantizer.observers import NonFiniteError, searched_format
-from quantizer.sources.batches import prefix_batch_errors
 from quantizer.storage.deferred_tensor import loaded
 
 _VALUES_AT_ONCE = 1 << 23
@@ -157,8 +156,7 @@ class InputSquares:
         rows = value.reshape(-1, value.shape[-1]).double()
         sums = rows.square().sum(0).cpu()
         if not bool(sums.isfinite().all()):
-            nans = int(value.isnan().sum())
-            raise NonFiniteError(nans, int(value.isinf().sum()), value.numel())
+            raise NonFiniteError(value)
         self._sum = self._sum + sums
         self.count += len(rows)
 
@@ -186,16 +184,10 @@ def _observed_squares(
         DataError: there is no batch, or a value is not finite.
     """
     squares = {source: InputSquares() for source in sources}
-    watchers = {}
-    for source, layer in sources.items():
-        watchers[source] = partial(_add, layer, squares[source])
-    number = -1
-    for number, batch in enumerate(task.batches()):
-        if task.ranks.owns(number):
-            with prefix_batch_errors(number), torch.no_grad():
-                network.observe(batch.args, batch.kwargs, watchers)
-    if number < 0:
-        raise no_batches()
+    watchers = {
+        source: partial(_add, layer, squares[source]) for source, layer in sources.items()
+    }
+    observe_all(network, task.batches(), watchers, task.ranks)
     for row in squares.values():
         row.merge(task.ranks)
     return squares

@@ -1,33 +1,51 @@
 """The decision on the channels that one scale cannot serve, of inputs and between layers. They
 are multiplied with powers of two, which the weights that read them take back.
+
+In a depthwise convolution each output reads one channel. A channel whose range is a thousandth
+of the widest has no bits left then, and no other channel makes up for it. Such a channel is
+multiplied with a power of two in the layer that computes it, and divided by it in the layer
+that reads it. Powers of two change no float value. The ranges are those of the first
+calibration batches, and the factors are recorded in the results.
 """
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from quantizer.algorithms.power_of_two_equalization.inputs import decide_input_levels
-from quantizer.algorithms.power_of_two_equalization.layers import (
+from quantizer.algorithms.equalization.equalization import LayerPair, find_pairs
+from quantizer.algorithms.power_of_two_equalization.inputs import (
     LARGEST_EXPONENT,
-    Exponents,
-    decide_levels,
-    level_adjustment,
-    level_sentence,
+    WIDE,
+    decide_input_levels,
 )
-from quantizer.calibration.request import CalibrationRequest, CalibrationState
-from quantizer.calibration.step import Decision
-from quantizer.graph.edits import channels_of
-from quantizer.graph.ir import Graph
+from quantizer.calibration.request import CalibrationRequest, CalibrationState, Decision
+from quantizer.config.wording import first_names
+from quantizer.graph.edits import by_channel, channels_of, reads_one_by_one, rescale_weight
+from quantizer.graph.ir import Graph, Node
 from quantizer.layerwise.adjustment import Adjustment
-from quantizer.layerwise.fold import fold_factors
+from quantizer.layerwise.fold import fold_factors, parameter
+from quantizer.nn.network import Network
 from quantizer.plan.floating import input_values
+from quantizer.plan.model import Plan
 from quantizer.plan.readers import input_readers
-from quantizer.sources.batches import Batch
+from quantizer.sources.batches import Batch, prefix_batch_errors
+from quantizer.storage.deferred_tensor import deferred_like, loaded
 from quantizer.storage.files import damaged
+
+_MAX_BATCHES = 4
+"""How many of the first calibration batches are read for the ranges of channels."""
+LOST_BITS = 4
+"""Channels are levelled if one that matters loses more bits than this on the common scale."""
+HEARD_BITS = 8
+"""A channel is left as it is if its products are this many bits smaller than the largest."""
+Exponents = Mapping[str, Sequence[int]]
+"""By layer, the power of two that each output channel is multiplied with."""
 
 
 def _decide(request: CalibrationRequest, state: CalibrationState) -> Exponents:
@@ -119,6 +137,245 @@ def _differences(first: Exponents, other: Exponents) -> Iterator[str]:
     """Yield a sentence if two calibrations have scaled channels differently."""
     if first != other:
         yield "their channels were levelled by different factors"
+
+
+def _candidates(plan: Plan) -> list[LayerPair]:
+    """Return pairs of layers of which the second reads channels one by one, each at a scale of
+    its own, from a value with one scale.
+
+    If no first layer has weights of very different size, there are none, so that no data are
+    read in vain.
+    """
+    graph = plan.graph
+    # Finding pairs takes longer than this check
+    if not any(reads_one_by_one(graph, node) for node in graph.nodes):
+        return []
+    pairs = []
+    has_small_rows = False
+    for pair in find_pairs(graph):
+        if reads_one_by_one(graph, pair.second) and _is_lossless(plan, pair):
+            pairs.append(pair)
+            sizes = _row_sizes(graph, pair)
+            is_small = sizes * 2**LOST_BITS < sizes.max()
+            is_small &= sizes > 0
+            has_small_rows |= bool(is_small.any())
+    return pairs if has_small_rows else []
+
+
+def _is_lossless(plan: Plan, pair: LayerPair) -> bool:
+    """Return whether levelling a pair of layers loses no bits of weights and helps the value
+    between them.
+    """
+    for node in (pair.first, pair.second):
+        if plan.graph.weight(node).dtype not in WIDE:
+            return False
+        if not _has_scale_by_channel(plan, node):
+            return False
+    return _has_one_scale(plan, pair)
+
+
+def _has_one_scale(plan: Plan, pair: LayerPair) -> bool:
+    """Return whether the value between two layers is quantized to integers of one scale, which
+    calibration finds.
+    """
+    keys = [(pair.second.name, "input")]
+    for node in (*pair.between, pair.first):
+        keys.append((node.name, "activation"))
+    is_quantized = False
+    for key in keys:
+        tensor = plan.tensors.get(key)
+        if tensor is None:
+            continue
+        is_quantized = True
+        spec = tensor.spec
+        if not tensor.is_calibrated and not spec.is_dynamic:
+            return False
+        if spec.dtype != "int" or spec.qscheme != "per_tensor":
+            return False
+    return is_quantized
+
+
+def _has_scale_by_channel(plan: Plan, node: Node) -> bool:
+    """Return whether the weights of a layer lose no bits if a channel grows."""
+    tensor = plan.tensors.get((node.name, "weights"))
+    if tensor is None:
+        return True
+    spec = tensor.spec
+    if spec.qscheme != "per_channel":
+        return False
+    if spec.ch_axis == int(node.row.transposed):
+        return True
+    # If each group has one channel, the axis of groups is one of channels
+    weight = by_channel(node, plan.graph.weight(node))
+    _, outputs, inputs, _ = weight.shape
+    return spec.ch_axis == 0 and outputs == inputs == 1
+
+
+def _row_sizes(graph: Graph, pair: LayerPair) -> Tensor:
+    """Return the largest weight of each output channel of the first layer."""
+    weight = loaded(graph.weight(pair.first))
+    weight = by_channel(pair.first, weight.detach())
+    sizes = weight.float().abs()
+    return sizes.amax((2, 3)).flatten()
+
+
+def _column_sizes(weight: Tensor, pair: LayerPair) -> Tensor:
+    """Return the largest weight of each input channel of the second layer."""
+    weight = by_channel(pair.second, weight)
+    sizes = weight.float().abs()
+    return sizes.amax((1, 3)).flatten()
+
+
+def decide_levels(plan: Plan, batches: Iterable[Batch]) -> dict[str, list[int]]:
+    """Return the exponents of layers whose channels are levelled; none without data.
+
+    Args:
+        plan: of the network, whose graph has the weights.
+        batches: calibration data on the graph's device. They are read only if the weights
+            suggest that channels may be levelled.
+
+    Raises:
+        DataError: the network cannot run a batch.
+    """
+    pairs = _candidates(plan)
+    if not pairs:
+        return {}
+    graph = plan.graph
+    ranges = _channel_ranges(graph, pairs, batches)
+    if not ranges:
+        return {}
+    weights = {}
+    for pair in pairs:
+        weight = loaded(graph.weight(pair.second))
+        weights[pair.second.name] = weight.detach()
+    exponents = {}
+    # Factors of a later pair change how much the channels of an earlier one matter
+    for pair in reversed(pairs):
+        first = pair.first
+        second = pair.second.name
+        columns = _column_sizes(weights[second], pair)
+        count, _ = channels_of(first, graph.weight(first))
+        levels = _exponents(ranges[second], columns, pair, count)
+        if not any(levels):
+            continue
+        exponents[first.name] = levels
+        if first.name in weights:
+            weight = weights[first.name]
+            factors = _factors(levels)
+            weights[first.name] = rescale_weight(first, weight, outputs=factors)
+    return exponents
+
+
+def _channel_ranges(
+    graph: Graph, pairs: Iterable[LayerPair], batches: Iterable[Batch]
+) -> dict[str, Tensor]:
+    """Return the largest magnitude of each input channel of second layers, on the CPU."""
+    ranges: dict[str, Tensor] = {}
+
+    def watcher(second: Node) -> Callable[[Tensor], None]:
+        """Return a function that updates the ranges of a second layer's input."""
+        spatial = second.row.spatial or 0
+
+        def update(value: Tensor) -> None:
+            """Keep the largest magnitude of each channel."""
+            axes = list(range(value.dim()))
+            del axes[value.dim() - 1 - spatial]
+            sizes = value.float().abs()
+            sizes = sizes.amax(axes).cpu()
+            before = ranges.get(second.name, sizes)
+            ranges[second.name] = torch.maximum(before, sizes)
+
+        return update
+
+    watchers = {}
+    for pair in pairs:
+        source = pair.second.operands["input"]
+        watchers[source] = watcher(pair.second)
+    network = Network(graph)
+    first_batches = islice(batches, _MAX_BATCHES)
+    for number, batch in enumerate(first_batches):
+        with prefix_batch_errors(number, batch), torch.no_grad():
+            network.observe(batch.args, batch.kwargs, watchers)
+    return ranges
+
+
+def _exponents(ranges: Tensor, columns: Tensor, pair: LayerPair, count: int) -> list[int]:
+    """Return the exponent of each output channel of the first layer.
+
+    Args:
+        ranges: of the second layer's input channels.
+        columns: the largest weight of each of these channels.
+        pair: the layers.
+        count: the output channels of the first layer, of which the second may read only some.
+
+    Returns:
+        [count] exponents. All are zero if no channel that matters has lost too many bits.
+    """
+    columns = columns.to(ranges.device)
+    origins = torch.tensor(pair.channels)
+    zeros = torch.zeros(count)
+    sizes = zeros.scatter_reduce(0, origins, ranges, "amax")
+    products = zeros.scatter_reduce(0, origins, ranges * columns, "amax")
+    largest = products.max()
+    is_finite = bool(products.isfinite().all())
+    if not is_finite or float(largest) == 0:
+        return [0] * count
+    widest = sizes.max()
+    is_lost = sizes * 2**LOST_BITS < widest
+    matters = products * 2**LOST_BITS >= largest
+    if not bool((is_lost & matters).any()):
+        return [0] * count
+    is_heard = products * 2**HEARD_BITS >= largest
+    exponents = torch.log2(widest / sizes)
+    exponents = exponents.round()
+    exponents = torch.where(is_heard, exponents, 0.0)
+    exponents = exponents.clamp_max(LARGEST_EXPONENT)
+    return [int(exponent) for exponent in exponents.tolist()]
+
+
+def _factors(exponents: Sequence[int]) -> Tensor:
+    """Return powers of two in float32."""
+    levels = torch.tensor(exponents, dtype=torch.float32)
+    return torch.exp2(levels)
+
+
+def level_adjustment(graph: Graph, exponents: Exponents) -> Adjustment:
+    """Return the weights and biases of all layers that the factors change."""
+    changes = Adjustment()
+    for pair in find_pairs(graph):
+        first = pair.first
+        second = pair.second
+        if first.name not in exponents:
+            continue
+        factors = _factors(exponents[first.name])
+        factors = factors.to(graph.device)
+        weight = parameter(graph, changes, first.name)
+        scaled = rescale_weight(first, loaded(weight), outputs=factors)
+        scaled = deferred_like(weight, scaled)
+        changes = changes.with_parameters(first.name, weight=scaled)
+        if "bias" in first.params:
+            bias = parameter(graph, changes, first.name, "bias")
+            bias = loaded(bias)
+            bias = (bias * factors).to(bias.dtype)
+            changes = changes.with_parameters(first.name, bias=bias)
+        weight = parameter(graph, changes, second.name)
+        inverse = 1 / factors[list(pair.channels)]
+        scaled = rescale_weight(second, loaded(weight), inputs=inverse)
+        scaled = deferred_like(weight, scaled)
+        changes = changes.with_parameters(second.name, weight=scaled)
+    return changes
+
+
+def level_sentence(exponents: Exponents) -> str:
+    """Return a sentence on the channels that are levelled."""
+    largest = 0
+    for levels in exponents.values():
+        largest = max(largest, *map(abs, levels))
+    return (
+        f"channels of {first_names(list(exponents), 3)} have ranges too different for one "
+        f"scale: they are multiplied by powers of two, up to 2^{largest}, which the next "
+        "layer's weights compensate"
+    )
 
 
 POWER_OF_TWO_EQUALIZATION = Decision(

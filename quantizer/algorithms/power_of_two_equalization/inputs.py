@@ -15,7 +15,6 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from quantizer.algorithms.power_of_two_equalization.layers import LARGEST_EXPONENT, WIDE
 from quantizer.calibration import observing
 from quantizer.calibration.solution import quantized_network
 from quantizer.comparison.extents import (
@@ -38,6 +37,10 @@ from quantizer.plan.readers import InputReaders, channel_names, input_readers
 from quantizer.sources.batches import Batch, prefix_batch_errors
 from quantizer.storage.deferred_tensor import loaded
 
+LARGEST_EXPONENT = 24
+"""Larger factors would make sums in float32 inexact."""
+WIDE = (torch.float32, torch.bfloat16, torch.float64)
+"""Dtypes in which powers of two change no digit."""
 MIN_CODES = 8
 """A channel needs so many codes per standard deviation, an SQNR of 29 dB."""
 _MIN_GAIN = 4
@@ -151,10 +154,7 @@ def decide_input_levels(
         is_coarse = (codes < MIN_CODES) & channels.noise.values.is_varying
         remarks += _remarks(channels.readers, codes, is_coarse, is_heard)
     if exponents:
-        layers = []
-        for row in readers:
-            if row.group.source in exponents:
-                layers.append(row.group.layers[0])
+        layers = [row.group.layers[0] for row in readers if row.group.source in exponents]
         text = _scaled_sentence(layers, exponents)
         remarks.insert(0, (logging.INFO, text))
     return InputLevels(exponents, tuple(remarks))

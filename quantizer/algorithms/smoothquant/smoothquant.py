@@ -34,12 +34,11 @@ from quantizer.layerwise.fold import (
 from quantizer.layerwise.gram import geometry, not_finite_input
 from quantizer.layerwise.patches import by_input, patches, position_count, weight_matrix
 from quantizer.layerwise.round_to_nearest import nearest, nearest_qparams, sampled_rows
-from quantizer.layerwise.sequential_runner import no_batches
+from quantizer.layerwise.sequential_runner import observe_all
 from quantizer.nn.network import Network
 from quantizer.nn.quantizer import TensorQuantizer
 from quantizer.numerics.qparams import QParams, qparams_from_range
 from quantizer.observers import NonFiniteError, code_range_of
-from quantizer.sources.batches import prefix_batch_errors
 
 _SAMPLED_INPUTS = 512
 """Inputs of a layer that the search for alpha looks at: rows, or patches of a convolution."""
@@ -125,13 +124,7 @@ def _observed(
     watch = {name: _adding(of_readers) for name, of_readers in readers.items()}
     # One rank sees all batches if the sample is to be spread evenly over them
     ranks = ALONE if with_sample else task.ranks
-    number = -1
-    for number, batch in enumerate(task.batches()):
-        if ranks.owns(number):
-            with prefix_batch_errors(number, batch), torch.no_grad():
-                network.observe(batch.args, batch.kwargs, watch)
-    if number < 0:
-        raise no_batches()
+    observe_all(network, task.batches(), watch, ranks)
     for group, ranges in observed:
         ranges.merge(ranks, f"the ranges that {group.layers[0]} reads")
     return observed
@@ -297,8 +290,7 @@ class ChannelRanges:
             return
         low, high = _extremes(x, self._group.axis)
         if not math.isfinite(low.sum()) or not math.isfinite(high.sum()):
-            error = NonFiniteError(int(x.isnan().sum()), int(x.isinf().sum()), x.numel())
-            raise not_finite_input(self._group.layers[0], error)
+            raise not_finite_input(self._group.layers[0], NonFiniteError(x))
         self.low = torch.minimum(self.low, low.float())
         self.high = torch.maximum(self.high, high.float())
         self.tokens += x.numel() // self._group.channels

@@ -12,7 +12,7 @@ from rich.console import RenderableType
 from quantizer.calibration import memory_prediction
 from quantizer.calibration.events import Events, ForkedEvents
 from quantizer.calibration.request import CalibrationRequest, CalibrationState
-from quantizer.calibration.target import TracedTarget
+from quantizer.calibration.target import Target
 from quantizer.cli import session
 from quantizer.cli.arguments.options import Options
 from quantizer.cli.arguments.places import from_start
@@ -73,7 +73,7 @@ def run_calib(
                 checkpoints.how_to_resume = "the same command continues from there"
             followers.append(checkpoints)
         request = CalibrationRequest(
-            target=TracedTarget(original),
+            target=Target(original),
             config=read.config,
             batches=batches,
             events=ForkedEvents(*followers, torchrun.RankChecks(ranks)),

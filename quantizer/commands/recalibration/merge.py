@@ -9,9 +9,8 @@ from typing import Any
 import click
 
 from quantizer.calibration import fingerprint, steps
-from quantizer.calibration.request import CalibrationRequest, StoredStatistics
-from quantizer.calibration.step import decisions_of
-from quantizer.calibration.target import TracedTarget
+from quantizer.calibration.request import CalibrationRequest, StoredStatistics, decisions_of
+from quantizer.calibration.target import Target
 from quantizer.cli import session
 from quantizer.cli.arguments.grouped_command import command
 from quantizer.cli.arguments.options import Options, option, takes
@@ -122,7 +121,7 @@ def _merge(places: list[Path], folder: Path, options: Options) -> Outcome:
             stamp=next(filter(None, (info.header["stamp"] for info in infos)), None),
         )
         request = CalibrationRequest(
-            target=TracedTarget(original),
+            target=Target(original),
             config=config,
             batches=batches,
             events=run_display({}, quiet=options.quiet),

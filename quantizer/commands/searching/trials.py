@@ -15,7 +15,7 @@ from functools import cached_property, partial
 from quantizer.calibration import steps
 from quantizer.calibration.events import Events, RunStage
 from quantizer.calibration.request import CalibrationRequest
-from quantizer.calibration.target import TracedTarget
+from quantizer.calibration.target import Target
 from quantizer.cli import session
 from quantizer.cli.arguments.options import Options
 from quantizer.cli.modes.calib_mode import require_calibration_room
@@ -199,7 +199,7 @@ class Subject:
             ConfigError, ModelError, DataError: as `run_calibration`.
         """
         request = CalibrationRequest(
-            target=TracedTarget(self.original),
+            target=Target(self.original),
             config=config,
             batches=self.batches,
             events=events or run_display(self.read.sources, quiet=True),

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from torch import nn
 
-from quantizer.calibration.module_attach import role_in_module
+from quantizer.calibration.changed_modules import role_in_module
 from quantizer.config.model import QuantizationSpec
 from quantizer.config.roles import parameter_role
 from quantizer.errors import ModelError, UsageError

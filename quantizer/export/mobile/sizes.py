@@ -8,7 +8,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from quantizer.export.deployment import Deployment
 from quantizer.graph.tracing.trace import quiet
-from quantizer.nn.execution import Execution
+from quantizer.nn.network import Execution
 
 _FLOPS = 2
 """Of a multiply-add, as torch counts."""

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from quantizer.evaluation.exact import LayerCodes
 from quantizer.export.deployment import Deployment
-from quantizer.nn.execution import Execution
+from quantizer.nn.network import Execution
 from quantizer.plan.model import Key
 
 

@@ -1,27 +1,48 @@
-"""Runs the config's algorithms on a trace of a module tree, and writes their results back into
-the modules.
+"""Changes the modules of a model in place.
+
+The config's algorithms run on a trace of the modules, and what they change is written back. A
+solution gives layers their quantizers and quantizes their parameters.
 """
 
 from __future__ import annotations
 
 import logging
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+import torch
 from torch import Tensor, nn
 
+from quantizer.calibration.solution import Solution
 from quantizer.config.model import Algorithm, QuantizationSpec
+from quantizer.config.roles import is_parameter, parameter_name, parameter_role
 from quantizer.errors import ModelError
 from quantizer.graph.ir import Graph, Node
-from quantizer.graph.modules import is_called, key_in_module, parameters_of
+from quantizer.graph.modules import (
+    MODULE_OPERATORS,
+    as_planned,
+    as_stored,
+    is_called,
+    is_transposed,
+    key_in_module,
+    parameters_of,
+)
 from quantizer.graph.passes import load_pass
 from quantizer.graph.passes.linear_layers import TRANSPOSED
 from quantizer.graph.structure.definitions import Structure
 from quantizer.layerwise.adjustment import Adjustment, RoundedWeight, apply_adjustment
-from quantizer.nn.inplace import add_bias, insert_before, lacks_bias
+from quantizer.nn.inplace import (
+    add_bias,
+    insert_before,
+    keep_layers_called,
+    lacks_bias,
+    make_quantizable,
+)
 from quantizer.nn.network import build_layer
+from quantizer.nn.quantized_tensor import QuantizedTensor
+from quantizer.nn.quantizer import TensorQuantizer
 from quantizer.plan.model import Key, Plan
 from quantizer.sources.batches import Batch
 from quantizer.sources.module_state import evaluating, without_cache
@@ -298,14 +319,82 @@ def _set(model: nn.Module, home: Home, value: Tensor) -> bool:
     """
     module = model.get_submodule(home.path)
     parameter = module.get_parameter(home.attribute)
-    holders = 0
-    for child in model.modules():
-        for other in child._parameters.values():
-            holders += other is parameter
     value = value.to(parameter.device, parameter.dtype).contiguous().clone()
-    if holders == 1:
+    if _holders(model)[parameter] == 1:
         parameter.data = value
         return False
     untied = nn.Parameter(value, requires_grad=parameter.requires_grad)
     setattr(module, home.attribute, untied)
     return True
+
+
+def attach_solution(model: nn.Module, graph: Graph, solution: Solution) -> None:
+    """Give the layers of `model` their quantizers, and quantize its parameters."""
+    _quantize_parameters(model, graph, solution)
+    for (name, role), tensor in solution.tensors.items():
+        node = graph.by_name[name]
+        module = model.get_submodule(node.scope)
+        put(module, node.scope, role_in_module(node, role), tensor)
+    keep_layers_called(model)
+
+
+def role_in_module(node: Node, role: str) -> str:
+    """Return the role of a node's tensor in its module, which may have several layers."""
+    if not is_parameter(role):
+        return role
+    key = key_in_module(node, parameter_name(role))
+    return parameter_role(key)
+
+
+def put(module: nn.Module, path: str, role: str, tensor: QuantizedTensor) -> None:
+    """Give the module at `path` a quantizer in a role.
+
+    The quantizer of a parameter only records how it was quantized.
+    """
+    layer = make_quantizable(module, path)
+    # The output of torch's own layers is fresh memory, which a quantizer may overwrite
+    inplace = role == "activation" and layer.float_class in MODULE_OPERATORS
+    quantizer = TensorQuantizer.of(tensor, inplace=inplace)
+    parameter = next(layer.parameters(), None)
+    if parameter is not None and not parameter.is_meta:
+        quantizer = quantizer.to(parameter.device)
+    layer.quantizers[role] = quantizer
+
+
+def _quantize_parameters(model: nn.Module, graph: Graph, solution: Solution) -> None:
+    """Quantize parameters in place.
+
+    A tied parameter stays tied if all layers that share it quantize it alike. Else each layer
+    that quantizes it gets one of its own.
+    """
+    holders = _holders(model)
+    uses: dict[nn.Parameter, list[tuple[nn.Module, str, QuantizedTensor]]] = defaultdict(list)
+    for (name, role), tensor in solution.tensors.items():
+        if is_parameter(role):
+            node = graph.by_name[name]
+            module = model.get_submodule(node.scope)
+            key = key_in_module(node, parameter_name(role))
+            parameter = module.get_parameter(parameters_of(module)[key])
+            uses[parameter].append((module, key, tensor))
+    for parameter, of_parameter in uses.items():
+        ways = {(tensor.spec, is_transposed(module)) for module, _, tensor in of_parameter}
+        stays_tied = len(of_parameter) == holders[parameter] and len(ways) == 1
+        before = parameter.data
+        for module, key, tensor in of_parameter:
+            quantizer = TensorQuantizer.of(tensor)
+            with torch.no_grad():
+                quantized = quantizer(as_planned(module, key, before))
+            value = as_stored(module, key, quantized).contiguous()
+            if stays_tied:
+                parameter.data = value
+                break
+            own = nn.Parameter(value, requires_grad=parameter.requires_grad)
+            setattr(module, parameters_of(module)[key], own)
+
+
+def _holders(model: nn.Module) -> Counter[nn.Parameter | None]:
+    """Return how many modules hold each parameter."""
+    holders: Counter[nn.Parameter | None] = Counter()
+    for module in model.modules():
+        holders.update(module._parameters.values())
+    return holders
