@@ -13,9 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from quantizer.config.model import QuantizationSpec
-from quantizer.export.compressed_tensors.limits import scale_difference
-from quantizer.export.exporter import Reason, Refusal
+from quantizer.export.compressed_tensors.schemes import scale_difference
+from quantizer.export.exporter import HALF_EVEN, Limit, Reason, Refusal, beyond
 from quantizer.export.model_tensors import cannot_store
+from quantizer.export.stored_weights import is_symmetric
 from quantizer.graph.ir import Graph, Node
 from quantizer.graph.structure.attention import CachedValue, Part, cached_values
 from quantizer.nn.quantized_tensor import QuantizedTensor
@@ -27,6 +28,22 @@ _SCALE_NAMES: Mapping[Part, str] = {"key": "k_scale", "value": "v_scale"}
 _ALIKE_HELP = "give *.k_proj and *.v_proj the same entry in kv_cache_quant_config"
 _NO_CACHE = "leave kv_cache_quant_config out, or use <--deploy pt2>"
 _INT8_REMARK = "the key-value cache is int8, and vLLM and SGLang have only fp8 there"
+_LIMITS = (
+    Limit(
+        lambda spec: spec.dtype in ("int", "fp8_e4m3") and spec.bit_width == 8,
+        "is not int8 or fp8_e4m3, and readers cache nothing else",
+        _NO_CACHE,
+    ),
+    Limit(
+        is_symmetric, "is asymmetric, and caches have no zero points", 'set "symmetric" to true'
+    ),
+    HALF_EVEN,
+    Limit(
+        lambda spec: not spec.is_dynamic or spec.qscheme == "per_tensor",
+        "has a scale for each token, and readers have none for the tokens of a cache",
+        "set its qscheme to per_tensor, or use <--deploy pt2>",
+    ),
+)
 
 
 @dataclass(frozen=True)
@@ -122,22 +139,10 @@ def _is_alike(spec: QuantizationSpec, other: QuantizationSpec) -> bool:
 
 def _spec_refusal(spec: QuantizationSpec) -> Reason | None:
     """Return why readers cannot quantize keys or values by a spec."""
-    if spec.dtype not in ("int", "fp8_e4m3") or spec.bit_width != 8:
-        return "is not int8 or fp8_e4m3, and readers cache nothing else", _NO_CACHE
-    if spec.dtype == "int" and not (spec.signed and spec.symmetric):
-        return "is asymmetric, and caches have no zero points", 'set "symmetric" to true'
-    if spec.round_mode != "half_even":
-        return f"is rounded {spec.round_mode}", "set its round_method to half_even"
-    if not spec.is_dynamic:
-        return None
-    if spec.qscheme != "per_tensor":
-        return (
-            "has a scale for each token, and readers have none for the tokens of a cache",
-            "set its qscheme to per_tensor, or use <--deploy pt2>",
-        )
-    difference = scale_difference(spec)
-    if difference is None:
-        return None
+    reason = beyond(_LIMITS, spec)
+    difference = scale_difference(spec) if spec.is_dynamic else None
+    if reason is not None or difference is None:
+        return reason
     return difference, 'set its symmetric_scale to "half_range", or is_dynamic to false'
 
 

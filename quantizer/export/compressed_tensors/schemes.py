@@ -14,7 +14,9 @@ from quantizer.config.model import QuantizationSpec
 from quantizer.export.stored_weights import is_symmetric, scales_by_row
 from quantizer.nn.quantized_tensor import QuantizedTensor
 from quantizer.numerics.codes import pack, pack_bits
+from quantizer.numerics.qparams import qparams_from_range
 from quantizer.numerics.two_level import global_scale_of, pack_scales
+from quantizer.observers import code_range_of
 
 PACKED_FORMAT = "pack-quantized"
 _INT8_FORMAT = "int-quantized"
@@ -250,3 +252,19 @@ def _as_signed(codes: Tensor, spec: QuantizationSpec) -> Tensor:
 
 def _middle(spec: QuantizationSpec) -> int:
     return 1 << (spec.bit_width - 1)
+
+
+def scale_difference(spec: QuantizationSpec) -> str | None:
+    """Return how the dynamic scale of a spec differs from the reader's, None if it does not.
+
+    The reader divides half the range by half the number of codes, or by the largest fp8.
+    """
+    low, high = torch.tensor(-1.0), torch.tensor(1.0)
+    scale = qparams_from_range(low, high, code_range_of(spec)).scale
+    reader_divisor = 127.5 if spec.dtype == "int" else 448.0
+    if scale == torch.tensor(1 / reader_divisor):
+        return None
+    return (
+        f"is dynamic with the scale absmax / {1 / float(scale):g}, and readers have absmax / "
+        f"{reader_divisor:g}"
+    )

@@ -42,6 +42,24 @@ class GgufValue:
     element_type: Any = None
 
 
+def typed(value: Any) -> GgufValue:
+    """Return the value of a key, or a list, with the type that llama.cpp expects of such
+    values.
+    """
+    kinds = {
+        bool: gguf.GGUFValueType.BOOL,
+        int: gguf.GGUFValueType.UINT32,
+        float: gguf.GGUFValueType.FLOAT32,
+        str: gguf.GGUFValueType.STRING,
+    }
+    if not isinstance(value, list):
+        return GgufValue(value, kinds[type(value)])
+    element = kinds[type(value[0])]
+    if element == gguf.GGUFValueType.UINT32:
+        element = gguf.GGUFValueType.INT32
+    return GgufValue(value, gguf.GGUFValueType.ARRAY, element)
+
+
 @dataclass(frozen=True)
 class Arrangement:
     """How a file stores a tensor of the model.

@@ -16,8 +16,7 @@ from typing import Any
 import gguf
 
 from quantizer.errors import DataError
-from quantizer.export.gguf.file import GgufValue
-from quantizer.export.gguf.settings import typed
+from quantizer.export.gguf.file import GgufValue, typed
 from quantizer.sources.files.json_files import read_object, read_text
 from quantizer.sources.texts.tokenizer import load_tokenizer
 from quantizer.sources.user_code import user_errors

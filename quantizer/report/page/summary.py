@@ -15,7 +15,6 @@ from quantizer.evaluation.scores import DROP, RATIO
 from quantizer.plugins import plugins
 from quantizer.report.next_step import (
     PLACEHOLDER,
-    NextFacts,
     NextStep,
     measured_parts,
     next_step,
@@ -133,11 +132,12 @@ def try_next(content: JsonMapping) -> NextStep:
     if not content["metrics"]:
         command = f"quantizer --quant_mode test {option_words(options)}"
         return NextStep("test mode measures what quantization costs.", (command,))
-    widths = []
-    for row in content["layers"]:
-        if is_parameter(row["tensor"]) and row["tensor"] != "bias":
-            widths.append(row["bits"])
-    facts = NextFacts(
+    widths = [
+        row["bits"]
+        for row in content["layers"]
+        if is_parameter(row["tensor"]) and row["tensor"] != "bias"
+    ]
+    return next_step(
         content,
         config,
         options,
@@ -146,7 +146,6 @@ def try_next(content: JsonMapping) -> NextStep:
         weight_bits=min(widths, default=None),
         improvement=content.get("improvement", ""),
     )
-    return next_step(facts)
 
 
 @dataclass(frozen=True)
@@ -196,9 +195,7 @@ def metric_cards(content: JsonMapping) -> Iterator[Card]:
 
 
 def _size_card(content: JsonMapping) -> Card:
-    weight_bytes = content["weight_bytes"]
-    before = weight_bytes["float"]
-    after = weight_bytes["quantized"]
+    before, after = content["weight_bytes"]["float"], content["weight_bytes"]["quantized"]
     compression = before / max(1, after)
     return Card(
         "weights",

@@ -79,10 +79,7 @@ def filled_model(
     if not _fits(module, stored):
         return None
     tune_for_large_tensors(sum(tensor.nbytes for tensor in stored.values()))
-    parameters: dict[str, DeferredTensor] = {}
-    for name, _ in module.named_parameters():
-        parameters[name] = stored[name]
-    replace_parameters(module, parameters)
+    replace_parameters(module, {name: stored[name] for name, _ in module.named_parameters()})
     read_generation_settings(module, folder)
     return module
 
@@ -150,14 +147,8 @@ def _fits(module: nn.Module, stored: dict[str, DeferredTensor]) -> bool:
     """Return whether the files have exactly the parameters of the module, and no buffers."""
     if any(buffer.is_meta for buffer in module.buffers()):
         return False
-    parameters = dict(module.named_parameters())
-    if parameters.keys() != stored.keys():
-        return False
-    for name, tensor in stored.items():
-        parameter = parameters[name]
-        if parameter.shape != tensor.shape or parameter.dtype != tensor.dtype:
-            return False
-    return True
+    parameters = {name: (row.shape, row.dtype) for name, row in module.named_parameters()}
+    return parameters == {name: (row.shape, row.dtype) for name, row in stored.items()}
 
 
 def dequantizer_of(folder: Path, config: JsonMapping) -> Dequantize | None:

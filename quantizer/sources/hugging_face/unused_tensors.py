@@ -52,16 +52,14 @@ def keep_unused_tensors(
     """
     architecture = type(module).__name__
     ignored = _ignored_names(module, stored)
+    unused = {*unexpected, *ignored}
+    kept = [name for name in sorted(unused) if not _is_computed(module, stored, name)]
     changing: list[str] = []
-    kept: list[str] = []
-    for name in sorted({*unexpected, *ignored}):
-        if _is_computed(module, stored, name):
-            continue
-        kept.append(name)
+    for name in kept:
         is_beside = name in ignored or not _belongs_to_layer(module, name)
         if name not in stored or not is_beside:
             changing.append(name)
-    _require_no_codes(folder, module, stored, {*unexpected, *ignored})
+    _require_no_codes(folder, module, stored, unused)
     if changing:
         tensors = counted(len(changing), "tensor")
         raise ModelError(
@@ -110,11 +108,7 @@ def _ignored_names(module: nn.Module, stored: Mapping[str, Tensor]) -> list[str]
         return []
     ignored = re.compile("|".join(f"({pattern})" for pattern in sorted(patterns)))
     state = module.state_dict()
-    names: list[str] = []
-    for name in stored:
-        if name not in state and ignored.search(name):
-            names.append(name)
-    return names
+    return [name for name in stored if name not in state and ignored.search(name)]
 
 
 def _is_computed(module: nn.Module, stored: Mapping[str, Tensor], name: str) -> bool:
@@ -151,22 +145,22 @@ def _require_no_codes(
     Raises:
         ModelError: some are, and nothing in the folder says by which method.
     """
-    last_parts: set[str] = set()
-    for path, parameter in module.named_parameters():
-        if parameter.is_floating_point():
-            last_parts.add(path.rpartition(".")[2])
-    codes: list[str] = []
-    kinds: set[str] = set()
+    last_parts = {
+        path.rpartition(".")[2]
+        for path, parameter in module.named_parameters()
+        if parameter.is_floating_point()
+    }
+    codes: dict[str, str] = {}
     for name, tensor in stored.items():
         is_weight = name.rpartition(".")[2] in last_parts and name not in unused
         is_float = tensor.is_floating_point() and tensor.element_size() > 1
         if is_weight and not is_float:
-            codes.append(name)
-            kinds.add(dtype_name(tensor.dtype))
+            codes[name] = dtype_name(tensor.dtype)
     if codes:
         weights = counted(len(codes), "weight")
+        kinds = listed(sorted({*codes.values()}))
         raise ModelError(
-            f"{folder} stores {weights} as codes ({listed(sorted(kinds))}), and config.json "
-            f"has no quantization_config: {first_names(codes)}",
+            f"{folder} stores {weights} as codes ({kinds}), and config.json "
+            f"has no quantization_config: {first_names([*codes])}",
             help=FLOAT_FOLDER_HELP,
         )

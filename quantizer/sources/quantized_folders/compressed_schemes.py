@@ -9,12 +9,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from quantizer.config.patterns import matching_limit
+from quantizer.config.typed_fields import fits
 from quantizer.config.wording import quoted
 from quantizer.errors import ModelError
 from quantizer.numerics.granularity import BlockSize
 from quantizer.sources.files.transformers_folder import FLOAT_FOLDER_HELP
-from quantizer.sources.quantized_folders.fp8_reader import read_block_size
-from quantizer.sources.quantized_folders.method_settings import MethodSettings
+from quantizer.sources.quantized_folders.float_readers import read_block_size
+from quantizer.sources.quantized_folders.stored_layer import MethodSettings
 
 _PATTERN = "re:"
 _BITS = tuple(range(1, 9))
@@ -45,14 +46,14 @@ class WeightScheme:
     def names(self, path: str) -> bool:
         """Return whether a name or a pattern of the targets is that of a layer."""
         for target in self.targets:
-            if target == path:
-                return True
             pattern = target.removeprefix(_PATTERN)
             if pattern == target:
-                continue
-            with matching_limit(pattern, ModelError):
-                if re.match(pattern, path):
-                    return True
+                is_named = target == path
+            else:
+                with matching_limit(pattern, ModelError):
+                    is_named = re.match(pattern, path) is not None
+            if is_named:
+                return True
         return False
 
 
@@ -91,10 +92,11 @@ class WeightSchemes:
         for scheme in self.schemes:
             if scheme.names(path):
                 return scheme
-        of_classes: list[WeightScheme] = []
-        for scheme in self.schemes:
-            if any(target.isidentifier() for target in scheme.targets):
-                of_classes.append(scheme)
+        of_classes = [
+            scheme
+            for scheme in self.schemes
+            if any(target.isidentifier() for target in scheme.targets)
+        ]
         class_name = "Embedding" if "embed" in path.rpartition(".")[2] else "Linear"
         for scheme in of_classes:
             if class_name in scheme.targets:
@@ -116,9 +118,7 @@ def _require_only_codes(settings: MethodSettings) -> None:
     """
     settings.one_of("quantization_status", _KNOWN_STATUSES)
     sparsity = settings.fields.get("sparsity_config") or {}
-    sparse_format = None
-    if isinstance(sparsity, dict):
-        sparse_format = sparsity.get("format")
+    sparse_format = sparsity.get("format") if isinstance(sparsity, dict) else None
     if sparse_format not in (None, "dense"):
         raise settings.refusal("sparsity_config.format", sparse_format, '"dense"')
     transforms = settings.fields.get("transform_config") or {}
@@ -138,8 +138,7 @@ def _scheme_of(settings: MethodSettings, name: str, group: dict[str, Any]) -> We
     """
     place = f"config_groups.{name}"
     targets: Any = group.get("targets")
-    is_list = isinstance(targets, list)
-    if not is_list or not all(isinstance(target, str) for target in targets):
+    if not fits(targets, list[str]):
         raise settings.refusal(f"{place}.targets", targets, "a list of names")
     for target in targets:
         _require_pattern(settings, target)
