@@ -247,14 +247,21 @@ def _metrics(tested: JsonMapping) -> Iterator[str]:
     names = sorted(pairs, key=lambda name: -relative_loss(tested, name))
     texts = []
     for name in names[:_MAX_METRICS]:
-        after = number_text(pairs[name]["quantized"], ".4g", missing="not finite")
-        before = number_text(pairs[name]["float"], ".4g", missing="not finite")
+        before, after = pair_texts(pairs[name])
         texts.append(f"{name} is {after}, in float {before}")
     more = len(names) - len(texts)
     if more > 0:
         texts.append(f"{more} more with a smaller loss are in the report")
     if texts:
         yield f"{'; '.join(texts)}."
+
+
+def pair_texts(pair: JsonMapping) -> tuple[str, str]:
+    """Return a metric of the float and of the quantized network as texts."""
+    before, after = (
+        number_text(pair[name], ".4g", missing="not finite") for name in ("float", "quantized")
+    )
+    return before, after
 
 
 def _outputs(tested: JsonMapping) -> Iterator[str]:

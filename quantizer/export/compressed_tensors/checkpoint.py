@@ -23,12 +23,13 @@ from quantizer.export.compressed_tensors.placement import (
 )
 from quantizer.export.compressed_tensors.schemes import CompressedLayer
 from quantizer.export.deployment import Deployment
+from quantizer.export.exporter import Exporter, Written
 from quantizer.export.model_tensors import cannot_store, model_of, parameter_values
 from quantizer.graph.ir import Graph
 from quantizer.graph.structure.language_parts import layers_behind_blocks
 from quantizer.nn.quantized_tensor import QuantizedTensor
 from quantizer.plan.model import TensorSpecs
-from quantizer.sources.hugging_face.unused_tensors import unused_tensors
+from quantizer.sources.hugging_face.deferred_checkpoint import unused_tensors
 
 TARGET_NAME = "compressed-tensors"
 _MIXED_FORMAT = "mixed-precision"
@@ -39,6 +40,20 @@ _LINEAR_TARGET = "Linear"
 # Samples, tokens and features.
 _AXES_OF_TOKENS = 3
 _NO_CODES_REMEDY = "quantize it with another scale_type"
+
+
+class CheckpointExporter(Exporter[Written]):
+    """Writes a folder like `save_pretrained`, with the calibration's codes as weights."""
+
+    writes_folder = True
+
+    def value_layers(self, graph: Graph, specs: TensorSpecs) -> tuple[str, ...]:
+        """Return the embeddings and other layers that have no place for codes."""
+        return value_layers(specs, place_codes(graph, specs))
+
+    def plain_layers(self, graph: Graph) -> tuple[str, ...]:
+        """Return the poolers and classifiers behind the blocks."""
+        return layers_behind_blocks(graph)
 
 
 @dataclass(frozen=True)
@@ -316,10 +331,8 @@ def _head_of(model: nn.Module) -> str:
     """Return the path of the layer that makes a language model's logits; empty if none does."""
     get_head: Any = getattr(model, "get_output_embeddings", None)
     head = None if get_head is None else get_head()
-    for path, module in model.named_modules():
-        if module is head:
-            return path
-    return ""
+    paths: dict[int, str] = {id(module): path for path, module in model.named_modules()}
+    return paths.get(id(head), "")
 
 
 def _is_equal(first: CompressedLayer, second: CompressedLayer) -> bool:

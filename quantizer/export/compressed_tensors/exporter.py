@@ -18,11 +18,12 @@ from quantizer.errors import VerificationError, first_line
 from quantizer.export.agreement import Verification
 from quantizer.export.compressed_tensors.checkpoint import (
     TARGET_NAME,
+    CheckpointExporter,
     CompressedCheckpoint,
     build_remarks,
     checkpoint_of_network,
 )
-from quantizer.export.compressed_tensors.placement import place_codes, value_layers
+from quantizer.export.compressed_tensors.placement import place_codes
 from quantizer.export.compressed_tensors.schemes import (
     MXFP4_FORMAT,
     MXFP8_FORMAT,
@@ -30,7 +31,7 @@ from quantizer.export.compressed_tensors.schemes import (
     PACKED_FORMAT,
 )
 from quantizer.export.deployment import Deployment
-from quantizer.export.exporter import Exporter, Refusal
+from quantizer.export.exporter import Refusal
 from quantizer.export.hugging_face_folder import write_folder
 from quantizer.export.model_tensors import model_of
 from quantizer.export.stored_weights import is_symmetric
@@ -42,7 +43,6 @@ from quantizer.export.transformers_verify import (
     verify_calls,
 )
 from quantizer.graph.ir import Graph
-from quantizer.graph.structure.language_parts import layers_behind_blocks
 from quantizer.plan.model import TensorSpecs
 from quantizer.sources.files.transformers_folder import CONFIG_FILE
 from quantizer.sources.hugging_face.loader import read_checkpoint
@@ -69,26 +69,16 @@ class CheckpointFolder:
     remarks: list[str]
 
 
-class CompressedTensorsExporter(Exporter[CheckpointFolder]):
-    """Writes a folder like `save_pretrained`, with the calibration's codes as weights.
+class CompressedTensorsExporter(CheckpointExporter[CheckpointFolder]):
+    """Writes a folder for transformers and vLLM.
 
     The folder has config.json with `quantization_config`, shards, tokenizer and generation
     settings.
     """
 
-    writes_folder = True
-
     def refusals(self, graph: Graph, specs: TensorSpecs, opset: int) -> tuple[Refusal, ...]:
         """Return the tensors and specs that checkpoints cannot express."""
         return place_codes(graph, specs).refusals
-
-    def value_layers(self, graph: Graph, specs: TensorSpecs) -> tuple[str, ...]:
-        """Return the embeddings and other layers that have no place for codes."""
-        return value_layers(specs, place_codes(graph, specs))
-
-    def plain_layers(self, graph: Graph) -> tuple[str, ...]:
-        """Return the poolers and classifiers behind the blocks."""
-        return layers_behind_blocks(graph)
 
     def notes(self, graph: Graph, specs: TensorSpecs) -> tuple[str, ...]:
         """Return for which builds of vLLM a checkpoint is."""

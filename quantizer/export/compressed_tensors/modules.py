@@ -166,10 +166,11 @@ def _layer(module: InPlace, name: str, placement: CodePlacement) -> CompressedLa
     Raises:
         UsageError: no codes give the weight back.
     """
-    tensors: dict[str, QuantizedTensor] = {}
-    for role, quantizer in module.quantizers.items():
-        if isinstance(quantizer, TensorQuantizer):
-            tensors[role] = quantizer.tensor
+    tensors = {
+        role: quantizer.tensor
+        for role, quantizer in module.quantizers.items()
+        if isinstance(quantizer, TensorQuantizer)
+    }
     weight = tensors["weights"].encoded(module.get_parameter("weight"))
     if weight.codes is None:
         raise UsageError(
@@ -177,6 +178,4 @@ def _layer(module: InPlace, name: str, placement: CodePlacement) -> CompressedLa
             "quantized",
             help="export the model as quantize_model returned it",
         )
-    if name not in placement.inputs:
-        return CompressedLayer(weight)
-    return CompressedLayer(weight, tensors.get("input"))
+    return CompressedLayer(weight, tensors.get("input") if name in placement.inputs else None)

@@ -7,6 +7,7 @@ Source: the package compressed-tensors, 0.15 to 0.20; the layers that vLLM build
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import takewhile
 
 from quantizer.config.model import CAST_ONLY, QuantizationSpec
 from quantizer.config.roles import base_role, is_parameter
@@ -184,11 +185,12 @@ def value_layers(specs: TensorSpecs, placement: CodePlacement) -> tuple[str, ...
     Without any codes there is no checkpoint: return none.
     """
     coded = {*placement.linears, *placement.experts}
-    layers: dict[str, None] = {}
-    for (layer, role), spec in specs.items():
-        if coded and base_role(role) == "weights" and spec.is_scaled and layer not in coded:
-            layers[layer] = None
-    return tuple(layers)
+    layers = [
+        layer
+        for (layer, role), spec in specs.items()
+        if coded and base_role(role) == "weights" and spec.is_scaled and layer not in coded
+    ]
+    return tuple(dict.fromkeys(layers))
 
 
 def _without_layers(graph: Graph, specs: TensorSpecs) -> Refusal:
@@ -429,12 +431,8 @@ def _equal_at_end(first: Sequence[str], second: Sequence[str]) -> int:
     >>> _equal_at_end(["layers", "1", "block", "q"], ["layers", "3", "block", "q"])
     2
     """
-    count = 0
-    for one, other in zip(reversed(first), reversed(second), strict=False):
-        if one != other:
-            break
-        count += 1
-    return count
+    pairs = zip(reversed(first), reversed(second), strict=False)
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
 
 
 def is_linear_class(node: Node) -> bool:

@@ -50,6 +50,14 @@ from quantizer.option_words import Sentence
 from quantizer.plan.model import TensorSpecs
 from quantizer.sources.hugging_face.loader import read_checkpoint
 
+_TARGET = "gguf"
+_NO_LANGUAGE_MODEL = Refusal(
+    "holds language models, and this model has no embedding of tokens",
+    "<--deploy onnx, pt2 and safetensors> hold any network",
+)
+_ROUNDED = Sentence(
+    "its scales are rounded to float16; test mode with <--deploy gguf> computes with these"
+)
 _ACTIVATION = (
     "is quantized at run time, and a .gguf has only weights",
     "quantize only weights (`quantizer init --strategy gguf_q4_0`); llama.cpp rounds inputs to "
@@ -58,68 +66,6 @@ _ACTIVATION = (
 _NO_WEIGHT = Refusal(
     "finds no quantized weight", "quantize weights (`quantizer init --strategy gguf_q4_0`)"
 )
-
-
-def _layers_of_blocks(graph: Graph, specs: TensorSpecs) -> dict[str, Node]:
-    """Return the linear layers and embeddings whose weights become blocks, by name.
-
-    Other parameters stay values.
-    """
-    layers: dict[str, Node] = {}
-    for node in graph.nodes:
-        spec = specs.get((node.name, "weights"))
-        if spec is not None and spec.dtype not in CAST_ONLY and _is_matrix(graph, node):
-            layers[node.name] = node
-    return layers
-
-
-def _refusals(graph: Graph, specs: TensorSpecs) -> Iterator[Refusal]:
-    """Yield what blocks cannot hold. Only specs are read: this is known before calibration."""
-    layers = _layers_of_blocks(graph, specs)
-    yield from insertion_refusals(graph)
-    if not any(
-        base_role(role) == "weights" and spec.dtype != "float32"
-        for (_, role), spec in specs.items()
-    ):
-        yield _NO_WEIGHT
-    for (layer, role), spec in specs.items():
-        if spec.dtype == "float32":
-            continue
-        reason: Reason | None
-        if not is_parameter(role):
-            reason = _ACTIVATION
-        elif role == "weights" and layer in layers:
-            path = layers[layer].params["weight"]
-            inputs = graph.tensors[path].shape[-1]
-            reason = block_refusal(spec, inputs)
-            reason = reason or value_refusal(graph, specs, layer, role)
-            reason = reason or _other_use_refusal(graph, layers, layer)
-        else:
-            reason = value_refusal(graph, specs, layer, role)
-        if reason is not None:
-            yield Refusal(*reason, layer, role)
-
-
-def _other_use_refusal(graph: Graph, layers: Mapping[str, Node], layer: str) -> Reason | None:
-    """Return why a weight cannot be blocks if something else computes with its values."""
-    path = layers[layer].params["weight"]
-    for node in graph.nodes:
-        if path in node.params.values() and node.name not in layers:
-            why = (
-                f"is also a parameter of {node.name}, which is not a linear layer or embedding"
-            )
-            return why, "exclude both"
-    return None
-
-
-def _is_matrix(graph: Graph, node: Node) -> bool:
-    """Return whether a node's weight is a matrix with a row for each output."""
-    path = node.params.get("weight")
-    is_linear = node.row.spatial == 0
-    if path is None or not (is_linear or node.row.looks_up):
-        return False
-    weight = graph.tensors[path]
-    return weight.dim() == 2
 
 
 @dataclass(frozen=True)
@@ -137,85 +83,6 @@ class GgufFile:
     decoded: Mapping[str, Tensor]
     network: Network
     remarks: tuple[str, ...]
-
-
-def _verified(
-    written: GgufFile, calls: Iterable[ExpectedCall], auto_class: str, *, by_template: bool
-) -> Verification:
-    """Compare the outputs of a file, loaded by transformers, with test mode's over all calls.
-
-    If transformers cannot load the architecture, the tensors are compared instead, as the
-    package gguf reads them. This is so for templates, and for families whose files it does not
-    read by itself.
-
-    Args:
-        written: the file.
-        calls: of the model, with what test mode gives for them.
-        by_template: whether the keys are those of a file that an engine has loaded before.
-
-    Raises:
-        VerificationError: transformers cannot load or run it, or its outputs differ; or a
-            tensor differs.
-    """
-    file, config = written.path, written.outline.config
-    reader = f"transformers {transformers.__version__} with gguf"
-    dtype = next(iter(written.values.values())).dtype
-    settings: dict[str, Any] = {"dtype": dtype, "gguf_file": file.name}
-    if config is not None:
-        settings["config"] = config
-
-    def load(call: ExpectedCall) -> nn.Module:
-        """Return the network that transformers reads from the file, after a first call."""
-        module, report = read_checkpoint(file.parent, auto_class, **settings)
-        require_all_keys(report, reader, file.name)
-        module(*call.args, **call.kwargs)
-        return module
-
-    try:
-        return verify_calls(load, calls, 0.0, file.name, is_exact=True)
-    except VerificationError:
-        raise
-    except Exception as error:
-        reason = first_line(error).rstrip(".")
-        why = f"{reader} cannot run it: {type(error).__name__}: {reason}"
-        if not by_template and config is None:
-            raise VerificationError(
-                f"{file.name} is not written: {why}", help=READER_HELP
-            ) from error
-    verification = _verify_tensors(written)
-    return replace(verification, remarks=(f"{why}; its tensors were compared instead",))
-
-
-def _verify_tensors(written: GgufFile) -> Verification:
-    """Compare each tensor of the model as it is read back, one after the other.
-
-    Raises:
-        VerificationError: one differs.
-    """
-    file = written.path
-    stored = {tensor.name: tensor for tensor in gguf.GGUFReader(file).tensors}
-    for name, (source, arrangement) in written.outline.tensors.items():
-        arranged = arrangement.values(written.values[source])
-        if source in written.decoded:
-            arranged = arrangement.coded(written.decoded[source], written.values[source])
-        decoded = gguf.dequantize(stored[name].data, stored[name].tensor_type)
-        # Test mode has decoded values in the dtype of the model
-        actual = torch.from_numpy(decoded.copy()).to(arranged.dtype)
-        verification = verify("tensors", [arranged.float()], [actual.float()])
-        if verification.max_difference:
-            text = f"{file.name} is not written: {name}: {verification.figures()}"
-            raise VerificationError(text, help=READER_HELP)
-    return verification
-
-
-_TARGET = "gguf"
-_NO_LANGUAGE_MODEL = Refusal(
-    "holds language models, and this model has no embedding of tokens",
-    "<--deploy onnx, pt2 and safetensors> hold any network",
-)
-_ROUNDED = Sentence(
-    "its scales are rounded to float16; test mode with <--deploy gguf> computes with these"
-)
 
 
 class GgufExporter(Exporter[GgufFile]):
@@ -306,3 +173,134 @@ def _outline(template: str, model: nn.Module) -> Outline:
     if template:
         return outline_of_template(Path(template), state_of(model), first_names(model))
     return outline_of_architecture(model, state_of(model))
+
+
+def _layers_of_blocks(graph: Graph, specs: TensorSpecs) -> dict[str, Node]:
+    """Return the linear layers and embeddings whose weights become blocks, by name.
+
+    Other parameters stay values.
+    """
+    layers: dict[str, Node] = {}
+    for node in graph.nodes:
+        spec = specs.get((node.name, "weights"))
+        if spec is not None and spec.dtype not in CAST_ONLY and _is_matrix(graph, node):
+            layers[node.name] = node
+    return layers
+
+
+def _refusals(graph: Graph, specs: TensorSpecs) -> Iterator[Refusal]:
+    """Yield what blocks cannot hold. Only specs are read: this is known before calibration."""
+    layers = _layers_of_blocks(graph, specs)
+    yield from insertion_refusals(graph)
+    if not any(
+        base_role(role) == "weights" and spec.dtype != "float32"
+        for (_, role), spec in specs.items()
+    ):
+        yield _NO_WEIGHT
+    for (layer, role), spec in specs.items():
+        if spec.dtype == "float32":
+            continue
+        reason: Reason | None
+        if not is_parameter(role):
+            reason = _ACTIVATION
+        elif role == "weights" and layer in layers:
+            path = layers[layer].params["weight"]
+            inputs = graph.tensors[path].shape[-1]
+            reason = block_refusal(spec, inputs)
+            reason = reason or value_refusal(graph, specs, layer, role)
+            reason = reason or _other_use_refusal(graph, layers, layer)
+        else:
+            reason = value_refusal(graph, specs, layer, role)
+        if reason is not None:
+            yield Refusal(*reason, layer, role)
+
+
+def _other_use_refusal(graph: Graph, layers: Mapping[str, Node], layer: str) -> Reason | None:
+    """Return why a weight cannot be blocks if something else computes with its values."""
+    path = layers[layer].params["weight"]
+    for node in graph.nodes:
+        if path in node.params.values() and node.name not in layers:
+            why = (
+                f"is also a parameter of {node.name}, which is not a linear layer or embedding"
+            )
+            return why, "exclude both"
+    return None
+
+
+def _is_matrix(graph: Graph, node: Node) -> bool:
+    """Return whether a node's weight is a matrix with a row for each output."""
+    path = node.params.get("weight")
+    is_linear = node.row.spatial == 0
+    if path is None or not (is_linear or node.row.looks_up):
+        return False
+    weight = graph.tensors[path]
+    return weight.dim() == 2
+
+
+def _verified(
+    written: GgufFile, calls: Iterable[ExpectedCall], auto_class: str, *, by_template: bool
+) -> Verification:
+    """Compare the outputs of a file, loaded by transformers, with test mode's over all calls.
+
+    If transformers cannot load the architecture, the tensors are compared instead, as the
+    package gguf reads them. This is so for templates, and for families whose files it does not
+    read by itself.
+
+    Args:
+        written: the file.
+        calls: of the model, with what test mode gives for them.
+        by_template: whether the keys are those of a file that an engine has loaded before.
+
+    Raises:
+        VerificationError: transformers cannot load or run it, or its outputs differ; or a
+            tensor differs.
+    """
+    file, config = written.path, written.outline.config
+    reader = f"transformers {transformers.__version__} with gguf"
+    dtype = next(iter(written.values.values())).dtype
+    settings: dict[str, Any] = {"dtype": dtype, "gguf_file": file.name}
+    if config is not None:
+        settings["config"] = config
+
+    def load(call: ExpectedCall) -> nn.Module:
+        """Return the network that transformers reads from the file, after a first call."""
+        module, report = read_checkpoint(file.parent, auto_class, **settings)
+        require_all_keys(report, reader, file.name)
+        module(*call.args, **call.kwargs)
+        return module
+
+    try:
+        return verify_calls(load, calls, 0.0, file.name, is_exact=True)
+    except VerificationError:
+        raise
+    except Exception as error:
+        reason = first_line(error).rstrip(".")
+        why = f"{reader} cannot run it: {type(error).__name__}: {reason}"
+        if not by_template and config is None:
+            raise VerificationError(
+                f"{file.name} is not written: {why}", help=READER_HELP
+            ) from error
+    verification = _verify_tensors(written)
+    return replace(verification, remarks=(f"{why}; its tensors were compared instead",))
+
+
+def _verify_tensors(written: GgufFile) -> Verification:
+    """Compare each tensor of the model as it is read back, one after the other.
+
+    Raises:
+        VerificationError: one differs.
+    """
+    file = written.path
+    stored = {tensor.name: tensor for tensor in gguf.GGUFReader(file).tensors}
+    for name, (source, arrangement) in written.outline.tensors.items():
+        arranged = arrangement.values(written.values[source])
+        if source in written.decoded:
+            arranged = arrangement.coded(written.decoded[source], written.values[source])
+        decoded = gguf.dequantize(stored[name].data, stored[name].tensor_type)
+        # Test mode has decoded values in the dtype of the model
+        actual = torch.from_numpy(decoded.copy()).to(arranged.dtype)
+        verification = verify("tensors", [arranged.float()], [actual.float()])
+        if verification.max_difference:
+            text = f"{file.name} is not written: {name}: {verification.figures()}"
+            raise VerificationError(text, help=READER_HELP)
+    return verification

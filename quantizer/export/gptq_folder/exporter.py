@@ -16,19 +16,19 @@ from quantizer.config.model import QuantizationSpec
 from quantizer.config.roles import is_parameter
 from quantizer.export.agreement import Verification
 from quantizer.export.compressed_tensors.checkpoint import (
+    CheckpointExporter,
     CompressedCheckpoint,
     checkpoint_of_network,
 )
-from quantizer.export.compressed_tensors.placement import place_codes, value_layers
+from quantizer.export.compressed_tensors.placement import place_codes
 from quantizer.export.compressed_tensors.schemes import as_unsigned, pack_words
 from quantizer.export.deployment import Deployment
-from quantizer.export.exporter import Exporter, Limit, Reason, Refusal, beyond
+from quantizer.export.exporter import Limit, Reason, Refusal, beyond
 from quantizer.export.hugging_face_folder import write_folder
 from quantizer.export.model_tensors import cannot_store, model_of, with_scales_of_file
 from quantizer.export.stored_weights import is_symmetric, scales_by_row
 from quantizer.export.transformers_verify import ExpectedCall, expected_calls, verify_calls
 from quantizer.graph.ir import Graph, Node
-from quantizer.graph.structure.language_parts import layers_behind_blocks
 from quantizer.nn.network import Network
 from quantizer.nn.quantized_tensor import QuantizedTensor
 from quantizer.option_words import Sentence
@@ -38,6 +38,12 @@ from quantizer.sources.hugging_face import loader
 from quantizer.storage.files import write_json
 
 TARGET_NAME = "gptq"
+_FORM = "gptq"
+"""The first version, in which zero points are stored minus one."""
+_ROUNDED = Sentence(
+    "its scales are rounded to the model's dtype; test mode with <--deploy gptq> computes with "
+    "these"
+)
 WHOLE_ROWS = -1
 _WORD_BITS = 32
 _LIMITS = (
@@ -123,12 +129,9 @@ def _weight_refusal(graph: Graph, node: Node, spec: QuantizationSpec) -> Reason 
 
 def _other_schemes(linears: Mapping[str, Node], specs: TensorSpecs) -> Iterator[Refusal]:
     """Yield a refusal for each layer that has another scheme than the first."""
-    first: GptqScheme | None = None
-    for layer in linears:
-        scheme = GptqScheme.of(specs[layer, "weights"])
-        if first is None:
-            first = scheme
-        if scheme != first:
+    schemes = {layer: GptqScheme.of(specs[layer, "weights"]) for layer in linears}
+    for layer, scheme in schemes.items():
+        if scheme != next(iter(schemes.values())):
             yield Refusal(_OTHER_SCHEME, _ALIKE_HELP, layer, "weights")
 
 
@@ -176,43 +179,24 @@ def with_stored_scales(weight: QuantizedTensor) -> QuantizedTensor:
     return replace(weight, scale=weight.scale.to(weight.dtype).float())
 
 
-_FORM = "gptq"
-"""The first version, in which zero points are stored minus one."""
-_ROUNDED = Sentence(
-    "its scales are rounded to the model's dtype; test mode with <--deploy gptq> computes with "
-    "these"
-)
-
-
 @dataclass(frozen=True)
 class GptqFolder:
     """A folder that was written, and the network that it stands for."""
 
     path: Path
-    name: str
     network: Network
     remarks: list[str]
 
 
-class GptqExporter(Exporter[GptqFolder]):
-    """Writes a folder like `save_pretrained`, with the codes in the layout of GPTQ.
+class GptqExporter(CheckpointExporter[GptqFolder]):
+    """Writes a folder with the codes in the layout of GPTQ.
 
     It has config.json with `quantization_config`, and quantize_config.json for older readers.
     """
 
-    writes_folder = True
-
     def refusals(self, graph: Graph, specs: TensorSpecs, opset: int) -> tuple[Refusal, ...]:
         """Return the tensors and specs that the form cannot express."""
         return tuple(gptq_refusals(graph, specs))
-
-    def value_layers(self, graph: Graph, specs: TensorSpecs) -> tuple[str, ...]:
-        """Return the embeddings and other layers that have no place for codes."""
-        return value_layers(specs, place_codes(graph, specs))
-
-    def plain_layers(self, graph: Graph) -> tuple[str, ...]:
-        """Return the poolers and classifiers behind the blocks."""
-        return layers_behind_blocks(graph)
 
     def as_run(self, graph: Graph, solution: Solution) -> Solution:
         """Return the solution with the file's scales, which are in the model's dtype."""
@@ -245,7 +229,7 @@ class GptqExporter(Exporter[GptqFolder]):
         notes = [*checkpoint.remarks, *remarks]
         if next(model.parameters()).dtype != torch.float32:
             notes.append(_ROUNDED)
-        yield GptqFolder(path, path.name, stored.network(), notes)
+        yield GptqFolder(path, stored.network(), notes)
 
     def verify(self, deployment: Deployment, written: GptqFolder) -> Verification:
         """Compare the outputs of the folder, read and dequantized, with those of test mode."""
@@ -257,7 +241,7 @@ class GptqExporter(Exporter[GptqFolder]):
 
         calls = expected_calls(deployment, written.network)
         verification = verify_calls(
-            load, calls, deployment.sqnr_db, written.name, is_exact=True
+            load, calls, deployment.sqnr_db, written.path.name, is_exact=True
         )
         return replace(verification, remarks=(*verification.remarks, *written.remarks))
 
@@ -268,8 +252,8 @@ def _settings(checkpoint: CompressedCheckpoint) -> dict[str, Any]:
     The form has no list of layers in float. Engines read patterns of names in `dynamic`, of
     which those that begin with a minus stay float.
     """
-    specs = [layer.weight.spec for layer in checkpoint.layers.values()]
-    scheme = GptqScheme.of(specs[0])
+    first = next(iter(checkpoint.layers.values()))
+    scheme = GptqScheme.of(first.weight.spec)
     settings: dict[str, Any] = {
         "quant_method": _FORM,
         "checkpoint_format": _FORM,
@@ -280,10 +264,8 @@ def _settings(checkpoint: CompressedCheckpoint) -> dict[str, Any]:
         "lm_head": checkpoint.head in checkpoint.layers,
         "pack_dtype": "int32",
     }
-    floats: dict[str, dict[str, Any]] = {}
-    for path in sorted(checkpoint.linears):
-        if path not in checkpoint.layers and path != checkpoint.head:
-            floats[f"-:^{re.escape(path)}$"] = {}
+    paths = {*checkpoint.linears} - {*checkpoint.layers, checkpoint.head}
+    floats: dict[str, Any] = {f"-:^{re.escape(path)}$": {} for path in sorted(paths)}
     if floats:
         settings["dynamic"] = floats
     return settings

@@ -14,13 +14,13 @@ from torch.utils import _pytree as pytree
 from quantizer.errors import UsageError, VerificationError
 from quantizer.export.acceptance import Outputs
 from quantizer.export.deployment import Deployment, tensor_leaves
-from quantizer.export.kernels import Kernels
 from quantizer.export.mobile.exporter import (
     WHOLE,
     MobileExporter,
     MobileFile,
     MobileProgram,
     batch_size,
+    taken_kernels,
 )
 from quantizer.export.mobile.kernels import MobileEngine
 from quantizer.export.mobile.rewrites import (
@@ -106,7 +106,8 @@ class ExecutorchExporter(MobileExporter):
             origin = {ORIGIN_METHOD: source.tested.origin.text()}
             lowered = _lowered(source.program, constant_methods=origin)
             program = lowered.exported_program()
-            kernels = _kernels(source, _integer_modules(program))
+            layers = {source.layers[module] for module in _integer_modules(program)}
+            kernels = taken_kernels(source, layers, "XNNPACK does not take it")
             remarks = (*_size_remarks(source), *_outside_remarks(program))
             content = lowered.to_executorch().buffer
         return MobileFile(name, content, source.tested, kernels, remarks, source.most_samples)
@@ -173,17 +174,6 @@ def _integer_modules(program: ExportedProgram) -> set[str]:
                 source = node.args[index].args[0]
                 modules.update(_MODULE.findall(source.name))
     return modules
-
-
-def _kernels(source: MobileProgram, integer: set[str]) -> Kernels:
-    """Return the layers that are multiplied in int8, of those that should be."""
-    names = {source.layers[module] for module in integer}
-    floating = dict(source.kernels.floating)
-    for layer in source.kernels.integer:
-        if layer not in names:
-            floating[layer] = "XNNPACK does not take it"
-    taken = tuple(layer for layer in source.kernels.integer if layer in names)
-    return Kernels(taken, floating, multiply_adds=source.kernels.multiply_adds)
 
 
 def _size_remarks(source: MobileProgram) -> list[str]:

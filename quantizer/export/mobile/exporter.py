@@ -150,15 +150,16 @@ class MobileExporter(Exporter[MobileFile]):
         kernels = engine.kernels(graph, stated.specs)
         layers = {*kernels.integer, *kernels.floating}
         kernels = replace(kernels, multiply_adds=multiply_adds(tested, layers))
-        constant: set[str] = set()
-        for layer, role in stated.tensors:
-            is_coded = layer in kernels.integer
-            if graph.by_name[layer].row.transposed:
-                is_coded &= self.form.has_transposed
-            if is_parameter(role) and not is_coded:
-                constant.add(layer)
+        coded = {
+            layer
+            for layer in kernels.integer
+            if self.form.has_transposed or not graph.by_name[layer].row.transposed
+        }
+        constant = (
+            frozenset(layer for layer, role in stated.tensors if is_parameter(role)) - coded
+        )
         most_samples = self.most_samples(deployment)
-        form = replace(self.form, constant=frozenset(constant), most_samples=most_samples)
+        form = replace(self.form, constant=constant, most_samples=most_samples)
         if form.has_ranges:
             form = replace(form, widened=engine.with_float_outputs(graph, stated.specs))
         program = coded_program(tested, stated, form)
@@ -240,6 +241,20 @@ class MobileExporter(Exporter[MobileFile]):
         return replace(
             verification, kernels=written.kernels, remarks=written.remarks, asides=(WHOLE,)
         )
+
+
+def taken_kernels(source: MobileProgram, taken: Collection[str], why: str) -> Kernels:
+    """Return the layers that a file multiplies in int8, of those that should be.
+
+    Args:
+        source: the program.
+        taken: the layers that it multiplies so.
+        why: the reason for the others.
+    """
+    asked = source.kernels.integer
+    floating = source.kernels.floating | {layer: why for layer in asked if layer not in taken}
+    integer = tuple(layer for layer in asked if layer in taken)
+    return replace(source.kernels, integer=integer, floating=floating)
 
 
 def batch_size(graph: Graph, call: Any) -> int | None:

@@ -80,11 +80,6 @@ _WEIGHT_LIMITS = (
         "set per_channel to true there",
     ),
 )
-_WITHOUT_LEAST_CODE = Limit(
-    lambda spec: spec.quant_min != -128,
-    "may have the code -128, which kernels do not allow",
-    "set narrow_range to true there",
-)
 
 
 @dataclass(frozen=True)
@@ -163,7 +158,12 @@ class MobileEngine:
             ),
         ]
         if not self.has_least_code:
-            limits.append(_WITHOUT_LEAST_CODE)
+            without_least_code = Limit(
+                lambda spec: spec.quant_min != -128,
+                f"may have the code -128, which {self.name} does not allow",
+                "set narrow_range to true there",
+            )
+            limits.append(without_least_code)
         return limits
 
     def _float_reason(

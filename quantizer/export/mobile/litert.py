@@ -25,6 +25,7 @@ from quantizer.export.mobile.exporter import (
     MobileFile,
     MobileProgram,
     batch_size,
+    taken_kernels,
 )
 from quantizer.export.mobile.kernels import MobileEngine
 from quantizer.export.mobile.litert_rewrites import (
@@ -218,16 +219,13 @@ def _kernels_of_file(source: MobileProgram, file: TfliteFile) -> Kernels:
     The converter keeps no names of layers, so weights are found by their scales.
     """
     counts = Counter(integer_scales(file))
-    integer: list[str] = []
-    floating = dict(source.kernels.floating)
+    taken: set[str] = set()
     for layer in source.kernels.integer:
         scales = tuple(source.scales[layer])
         if counts[scales]:
             counts[scales] -= 1
-            integer.append(layer)
-        else:
-            floating[layer] = "the converter made no int8 operator of it"
-    return Kernels(tuple(integer), floating, multiply_adds=source.kernels.multiply_adds)
+            taken.add(layer)
+    return taken_kernels(source, taken, "the converter made no int8 operator of it")
 
 
 def _signature(content: bytes) -> Any:

@@ -67,9 +67,9 @@ def rewrite(
     program.graph_module.recompile()
 
 
-def calls(program: ExportedProgram, *targets: Any) -> list[Node]:
-    """Return the nodes that call one of some operators."""
-    nodes: list[Node] = []
+def calls(program: ExportedProgram, *targets: Any) -> list[Any]:
+    """Return the nodes that call one of some operators. Their arguments may be of any type."""
+    nodes: list[Any] = []
     for target in targets:
         nodes += program.graph.find_nodes(op="call_function", target=target)
     return nodes

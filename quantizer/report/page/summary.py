@@ -23,8 +23,7 @@ from quantizer.report.next_step import (
 )
 from quantizer.report.page.axes import number
 from quantizer.report.rows import layer_name, most_damaged, tensor_name
-from quantizer.report.tables import number_text
-from quantizer.report.verdict import measured_lines
+from quantizer.report.verdict import measured_lines, pair_texts
 from quantizer.sources.directions import Directions
 from quantizer.storage.process_memory import size_text
 
@@ -172,8 +171,7 @@ def metric_cards(content: JsonMapping) -> Iterator[Card]:
     directions = Directions.from_json(content.get("lower_is_better", {}))
     shown = set()
     for name, pair in pairs.items():
-        before = number_text(pair["float"], ".4g", missing="not finite")
-        after = number_text(pair["quantized"], ".4g", missing="not finite")
+        before, after = pair_texts(pair)
         meaning = f"{metric_meaning(name)}: float → quantized"
         for figure, what in ((f"{name}{DROP}", "the loss"), (f"{name}{RATIO}", "the ratio")):
             if metrics.get(figure) is not None:

@@ -32,11 +32,11 @@ from quantizer.sources.hugging_face.deferred_checkpoint import (
     dequantizer_of,
     filled_model,
     indexed_files,
+    keep_unused_tensors,
     read_generation_settings,
     stored_dtype,
     stored_tensors,
 )
-from quantizer.sources.hugging_face.unused_tensors import keep_unused_tensors
 from quantizer.sources.models import LoadedModel, model_forms
 from quantizer.sources.module_state import prepare_for_traces
 from quantizer.sources.user_code import user_errors
@@ -281,7 +281,9 @@ def _class_name(config: dict[str, Any], folder: Path, *, trust: bool) -> str:
     architectures = config.get("architectures") or ["AutoModel"]
     name = str(architectures[0])
     places = config.get("auto_map") or {}
-    auto_classes = {str(place).rpartition(".")[2]: auto for auto, place in places.items()}
+    auto_classes: dict[str, str] = {
+        str(place).rpartition(".")[2]: auto_class for auto_class, place in places.items()
+    }
     if trust and name in auto_classes:
         return auto_classes[name]
     model = getattr(transformers, name, None)
