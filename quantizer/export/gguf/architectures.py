@@ -201,8 +201,8 @@ def _unsupported_rotations(family: Family, config: Any) -> Iterator[str]:
         yield "has another rope_theta in layers of sliding_attention, which llama.cpp ignores"
     for kind, parameters in by_layer.items():
         scaling = parameters.get("rope_type", "default")
-        is_scaled = scaling != "default"
-        if is_scaled and (kind != FULL_ATTENTION or scaling not in family.scaled_rotations):
+        known = family.scaled_rotations if kind == FULL_ATTENTION else ()
+        if scaling not in ("default", *known):
             yield f"has rotations of the type {scaling}"
         if parameters.get("partial_rotary_factor", 1.0) != 1.0 and not family.rotates_part:
             yield "rotates a part of each head"
@@ -327,11 +327,11 @@ def _tensors(
     names = file_names(family.architecture, config.num_hidden_layers, pieces)
     tensors: dict[str, tuple[str, Arrangement]] = {}
     for piece, (source, half) in pieces.items():
-        if piece not in names:
+        name = names.get(piece)
+        if name is None:
             text = f"<--deploy gguf>: the package gguf has no name for {source}"
             raise UsageError(text, help=TEMPLATE_HELP)
-        arrangement = _arrangement(family, config, names[piece])
-        tensors[names[piece]] = (source, replace(arrangement, half=half))
+        tensors[name] = (source, replace(_arrangement(family, config, name), half=half))
     return tensors
 
 

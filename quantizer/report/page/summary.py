@@ -220,12 +220,9 @@ def export_cards(content: JsonMapping, export: JsonMapping) -> Iterator[Card]:
         )
     speed = export.get("speed")
     if speed is not None:
-        ratio = "not clear"
-        if speed["is_clear"]:
-            ratio = f"{speed['ratio']:.2g} times float"
         yield Card(
             "speed",
-            ratio,
+            f"{speed['ratio']:.2g} times float" if speed["is_clear"] else "not clear",
             "times the speed of float; higher is better",
             f"on the machine of the export: {speed['text']}",
         )
@@ -237,9 +234,7 @@ def floats_of_export(content: JsonMapping, export: JsonMapping) -> dict[str, lis
     Without figures of an engine, they are the layers whose weights stay in float.
     """
     kernels = export.get("kernels")
-    reasons = content.get("float_weights", {})
-    if kernels is not None:
-        reasons = kernels["floating"]
+    reasons = content.get("float_weights", {}) if kernels is None else kernels["floating"]
     layers: dict[str, list[str]] = {}
     for layer, reason in reasons.items():
         layers.setdefault(reason, []).append(layer_name(content, layer))

@@ -42,23 +42,6 @@ Dequantize = Callable[
 """Returns the float tensors of stored ones, and a sentence on what was done."""
 
 
-def deferred_model(folder: Path, architecture: str) -> nn.Module | None:
-    """Return the model that `from_pretrained` would build, with deferred parameters.
-
-    Return None if the files have other names, shapes or dtypes than the model. Then
-    `from_pretrained` renames, fuses or converts weights.
-
-    Raises:
-        Exception: of transformers and safetensors, as `from_pretrained` would.
-    """
-    stored = stored_tensors(folder)
-    config = load_pretrained("AutoConfig", folder)
-    is_quantized = getattr(config, "quantization_config", None) is not None
-    if is_quantized or not stored:
-        return None
-    return filled_model(folder, config, architecture, stored)
-
-
 def filled_model(
     folder: Path, config: Any, architecture: str, stored: dict[str, DeferredTensor]
 ) -> nn.Module | None:

@@ -28,7 +28,6 @@ from quantizer.sources.files.transformers_folder import (
 from quantizer.sources.hugging_face.deferred_checkpoint import (
     CHECKPOINT_INDEX,
     Dequantize,
-    deferred_model,
     dequantizer_of,
     filled_model,
     indexed_files,
@@ -125,14 +124,19 @@ def load_hugging_face(folder: Path, *, trust: bool = False) -> nn.Module:
             _require_known_type(folder, config)
         if dequantize is not None:
             return _load_dequantized(folder, architecture, dequantize, trust=trust)
+        stored = stored_tensors(folder)
         if not trust:
-            deferred = deferred_model(folder, architecture)
+            settings = load_pretrained("AutoConfig", folder)
+            is_float = getattr(settings, "quantization_config", None) is None
+            deferred = (
+                filled_model(folder, settings, architecture, stored) if is_float else None
+            )
             if deferred is not None:
                 return prepare_for_traces(deferred)
+        # It renames, fuses or converts weights where names, shapes or dtypes differ
         module, report = read_checkpoint(
             folder, architecture, trust=trust, ignore_mismatched_sizes=True
         )
-        stored = stored_tensors(folder)
     keep_unused_tensors(folder, module, stored, report["unexpected_keys"])
     _require_fit(folder, architecture, report)
     return module

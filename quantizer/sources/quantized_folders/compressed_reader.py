@@ -85,59 +85,6 @@ class WeightScheme:
         return False
 
 
-@dataclass(frozen=True)
-class WeightSchemes:
-    """The schemes of a folder."""
-
-    settings: MethodSettings
-    schemes: Sequence[WeightScheme]
-
-    @classmethod
-    def of(cls, settings: MethodSettings) -> "WeightSchemes":
-        """Return the schemes of `config_groups`.
-
-        Raises:
-            ModelError: they cannot be read, or something else than codes is stored.
-        """
-        _require_only_codes(settings)
-        groups = settings.fields.get("config_groups")
-        if not isinstance(groups, dict):
-            raise settings.refusal("config_groups", groups, "an object")
-        schemes: list[WeightScheme] = []
-        for name, group in groups.items():
-            if not isinstance(group, dict):
-                raise settings.refusal(f"config_groups.{name}", group, "an object")
-            if group.get("weights") is not None:
-                schemes.append(_scheme_of(settings, name, group))
-        return cls(settings, schemes)
-
-    def scheme_of(self, path: str) -> WeightScheme:
-        """Return the scheme of a layer: the one that names it, or the one of its class.
-
-        Raises:
-            ModelError: there is none.
-        """
-        for scheme in self.schemes:
-            if scheme.names(path):
-                return scheme
-        of_classes = [
-            scheme
-            for scheme in self.schemes
-            if any(target.isidentifier() for target in scheme.targets)
-        ]
-        class_name = "Embedding" if "embed" in path.rpartition(".")[2] else "Linear"
-        for scheme in of_classes:
-            if class_name in scheme.targets:
-                return scheme
-        if len(of_classes) == 1:
-            return of_classes[0]
-        raise ModelError(
-            f"{self.settings.file}: no group in config_groups has {path} as a target, which is "
-            "stored as codes",
-            help="give the config.json that was saved with these weights",
-        )
-
-
 def _require_only_codes(settings: MethodSettings) -> None:
     """Check that weights are neither sparse nor transformed.
 
@@ -226,8 +173,42 @@ class CompressedTensorsReader:
         Raises:
             ModelError: the schemes cannot be read.
         """
-        self._schemes = WeightSchemes.of(settings)
+        _require_only_codes(settings)
+        groups = settings.fields.get("config_groups")
+        if not isinstance(groups, dict):
+            raise settings.refusal("config_groups", groups, "an object")
+        self._schemes: list[WeightScheme] = []
+        for name, group in groups.items():
+            if not isinstance(group, dict):
+                raise settings.refusal(f"config_groups.{name}", group, "an object")
+            if group.get("weights") is not None:
+                self._schemes.append(_scheme_of(settings, name, group))
+        self._file = settings.file
         self._dtype = dtype
+
+    def _scheme_of_layer(self, path: str) -> WeightScheme:
+        """Return the scheme of a layer: the one that names it, or the one of its class.
+
+        Raises:
+            ModelError: there is none.
+        """
+        for scheme in self._schemes:
+            if scheme.names(path):
+                return scheme
+        of_classes = [
+            scheme
+            for scheme in self._schemes
+            if any(target.isidentifier() for target in scheme.targets)
+        ]
+        class_name = "Embedding" if "embed" in path.rpartition(".")[2] else "Linear"
+        for scheme in of_classes:
+            if class_name in scheme.targets or len(of_classes) == 1:
+                return scheme
+        raise ModelError(
+            f"{self._file}: no group in config_groups has {path} as a target, which is stored "
+            "as codes",
+            help="give the config.json that was saved with these weights",
+        )
 
     def read(self, layer: StoredLayer) -> DequantizedLayer | None:
         """Return the float weight of a layer. Weights that were saved as floats stay as they
@@ -240,8 +221,7 @@ class CompressedTensorsReader:
         is_coded = weight is not None and weight.dtype in _CODE_DTYPES
         if not is_coded and _PACKED not in layer.parts:
             return None
-        scheme = self._schemes.scheme_of(layer.path)
-        compressed = _checked(layer, scheme)
+        compressed = _checked(layer, self._scheme_of_layer(layer.path))
         load = partial(compressed.values, self._dtype)
         values = DeferredTensor(compressed.shape, self._dtype, load)
         return DequantizedLayer({_WEIGHT: values}, _NAMES)
