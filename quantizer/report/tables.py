@@ -23,6 +23,8 @@ from quantizer.tables import SEARCHED
 
 _BAR_WIDTH = 20
 """Characters of a full bar."""
+_STATED = ("metrics", "outputs", "warnings", "layers")
+"""The values of report.json that are there even if they are empty."""
 _OUTPUT_FIGURES = (
     ("sqnr_db", ".2f"),
     ("sqnr_db_median", ".2f"),
@@ -77,27 +79,20 @@ def report_values(
         stamp: what the figures are of, such as "random data"; None if the data are real.
         calibration_stamp: the same of the data of the calibration.
     """
-    values: JsonObject = {"metrics": finite_row(scores.metrics)}
-    if scores.pairs:
-        values["pairs"] = {name: finite_row(pair) for name, pair in scores.pairs.items()}
-    lower_is_better = scores.directions.to_json(scores.pairs)
-    if lower_is_better:
-        values["lower_is_better"] = lower_is_better
-    values["outputs"] = output_rows(scores.comparison.outputs)
-    inputs = [row.to_json() for row in scores.comparison.inputs]
-    if inputs:
-        values["inputs"] = inputs
-    values["warnings"] = [warning.to_json() for warning in scores.warnings]
-    if scores.passes is not None:
-        values["passes"] = scores.passes.to_json()
-    values["layers"] = [finite_row(row) for row in rows]
-    if scores.judged_on:
-        values["judged_on"] = dict(scores.judged_on)
-    if stamp:
-        values["stamp"] = stamp
-    if calibration_stamp:
-        values["calibration_stamp"] = calibration_stamp
-    return values
+    values: JsonObject = {
+        "metrics": finite_row(scores.metrics),
+        "pairs": {name: finite_row(pair) for name, pair in scores.pairs.items()},
+        "lower_is_better": scores.directions.to_json(scores.pairs),
+        "outputs": output_rows(scores.comparison.outputs),
+        "inputs": [row.to_json() for row in scores.comparison.inputs],
+        "warnings": [warning.to_json() for warning in scores.warnings],
+        "passes": None if scores.passes is None else scores.passes.to_json(),
+        "layers": [finite_row(row) for row in rows],
+        "judged_on": dict(scores.judged_on),
+        "stamp": stamp,
+        "calibration_stamp": calibration_stamp,
+    }
+    return {name: value for name, value in values.items() if value or name in _STATED}
 
 
 def finite_row(row: JsonMapping) -> JsonObject:
