@@ -322,7 +322,9 @@ def _share(sqnr_db: float) -> str:
         return f"{share / 100:.3g} times its size"
     if share < 0.01:
         return "less than 0.01 %"
-    digits = (share < 1) + (share < 0.1)
+    digits = 2 if share < 0.1 else 1
+    if share >= 1:
+        digits = 0
     return f"{share:.{digits}f} %"
 
 

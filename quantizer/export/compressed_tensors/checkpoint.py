@@ -128,7 +128,9 @@ class CompressedCheckpoint:
                 targets.append(self.head)
             groups[f"group_{number}"] = scheme | {"targets": targets}
             formats.add(scheme["format"])
-        file_format = _MIXED_FORMAT if len(formats) > 1 else [*formats, _FLOAT_FORMAT][0]
+        file_format = next(iter(formats), _FLOAT_FORMAT)
+        if len(formats) > 1:
+            file_format = _MIXED_FORMAT
         config: dict[str, Any] = {
             "quant_method": TARGET_NAME,
             "quantization_status": "compressed",

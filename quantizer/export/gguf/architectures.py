@@ -81,9 +81,10 @@ def setting_keys(family: Family, config: Any) -> dict[str, GgufValue]:
     values: dict[str, Any] = {}
     for key, field in {**_GENERAL_KEYS, **family.keys}.items():
         values[key] = getattr(config, field)
-    widths = [getattr(config, field, None) for field in _WIDTH_FIELDS]
+    stated = [getattr(config, field, None) for field in _WIDTH_FIELDS]
+    widths = [_WIDENING * config.hidden_size, *filter(None, stated)]
     values |= {
-        "feed_forward_length": [_WIDENING * config.hidden_size, *filter(None, widths)][-1],
+        "feed_forward_length": widths[-1],
         "attention.head_count_kv": getattr(config, "num_key_value_heads", heads),
         "context_length": context_length(family, config),
         "attention.key_length": size,

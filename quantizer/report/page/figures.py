@@ -292,7 +292,7 @@ def _add_report(writer: Any, content: JsonMapping) -> None:
 
 def _add_histogram(writer: Any, name: str, histogram: JsonMapping) -> None:
     """Write a histogram of a tensor for TensorBoard."""
-    counts, low, high = (histogram[name] for name in ("counts", "low", "high"))
+    counts, low, high = histogram["counts"], histogram["low"], histogram["high"]
     width = (high - low) / len(counts)
     centres = [low + (index + 0.5) * width for index in range(len(counts))]
     sums = [count * centre for count, centre in zip(counts, centres, strict=True)]
