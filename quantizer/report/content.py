@@ -44,6 +44,20 @@ _MAX_STRIP_BARS = 240
 _COMMAND_ORDER = ("merge", "calib", "test")
 """The modes of commands that make results, in the order in which they run."""
 _HEADER = ("quantizer", "torch", "threads", "batches", "data", "seed", "config")
+_OF_TEST: JsonMapping = {
+    "metrics": {},
+    "pairs": {},
+    "outputs": [],
+    "inputs": [],
+    "warnings": [],
+    "gates": {},
+    "passes": None,
+    "judged_on": None,
+    "stamp": None,
+    "exports": [],
+    "improvement": "",
+}
+"""What comes from a test, with the values that stand for none."""
 _MEASURED = ("local_sqnr_db", "accumulated_sqnr_db", "cosine")
 _TensorStatistics = dict[Key, dict[str, Tensor]]
 """The statistics of observers, by tensor and name."""
@@ -69,13 +83,9 @@ def collect_report(
         algorithms = checked_json(opened.files[ALGORITHMS_FILE])
     tensors = deferred_tensors(opened.files[STATISTICS_FILE])
     values = _collect_results(opened, tested, _group_by_tensor(tensors))
-    if commands is None:
-        commands = opened.commands
-    lines = []
-    for mode in _COMMAND_ORDER:
-        if mode in commands:
-            lines.append(shlex.join(commands[mode]))
-    values["commands"] = lines
+    by_mode = opened.commands if commands is None else commands
+    modes = [mode for mode in _COMMAND_ORDER if mode in by_mode]
+    values["commands"] = [shlex.join(by_mode[mode]) for mode in modes]
     values["algorithms"] = algorithms
     values["analysis"] = analysis or None
     return values
@@ -96,40 +106,27 @@ def _collect_results(
         row |= tensor
         row["line"] = _config_line(tensor["origins"], config.get("name", ""))
         rows.append(row)
-    floats = {}
+    reason = "activation_is_float"
+    floats = {node["name"]: node[reason] for node in plan["layers"] if reason in node}
     float_weights = {}
     for node in plan["layers"]:
-        if "activation_is_float" in node:
-            floats[node["name"]] = node["activation_is_float"]
         operator = OPS.get(node["op"])
         has_weights = operator is not None and operator.kind == "mac" and operator.weight
         if has_weights and "weights" not in node.get("tensors", {}):
-            float_weights[node["name"]] = node.get("activation_is_float", NO_RULES)
+            float_weights[node["name"]] = node.get(reason, NO_RULES)
     values: JsonObject = {
         "model": header["model"],
         "header": {name: header[name] for name in _HEADER if name in header},
-        "metrics": tested.get("metrics", {}),
-        "pairs": tested.get("pairs", {}),
-        "outputs": tested.get("outputs", []),
-        "inputs": tested.get("inputs", []),
-        "warnings": tested.get("warnings", []),
-        "gates": tested.get("gates", {}),
-        "passes": tested.get("passes"),
-        "judged_on": tested.get("judged_on"),
-        "stamp": tested.get("stamp"),
         "calibration_stamp": header.get("stamp"),
         "weight_bytes": plan["weight_bytes"],
         "layers": sorted(rows, key=_sort_key_of_damage),
         "paths": plan["paths"],
         "floats": floats,
         "float_weights": float_weights,
-        "exports": tested.get("exports", []),
-        "improvement": tested.get("improvement", ""),
         "config": plan.get("config"),
     }
-    if "lower_is_better" in tested:
-        values["lower_is_better"] = tested["lower_is_better"]
-    return values
+    kept = {name: tested[name] for name in (*_OF_TEST, "lower_is_better") if name in tested}
+    return {**_OF_TEST, **values, **kept}
 
 
 def _config_line(origins: list[str], name: str) -> int | None:
@@ -139,12 +136,9 @@ def _config_line(origins: list[str], name: str) -> int | None:
         origins: where the settings come from, such as "config.json:12:5".
         name: of the config.
     """
-    lines = []
-    for origin in origins:
-        match = re.fullmatch(rf"{re.escape(name)}:(\d+):\d+", origin)
-        if match is not None:
-            lines.append(int(match[1]))
-    return max(lines, default=None)
+    pattern = rf"{re.escape(name)}:(\d+):\d+"
+    matches = [re.fullmatch(pattern, origin) for origin in origins]
+    return max((int(match[1]) for match in matches if match is not None), default=None)
 
 
 def _sort_key_of_damage(row: JsonMapping) -> float:
@@ -202,12 +196,9 @@ def _tensor_rows(
 
 def _stored_bytes(entry: JsonMapping, spec: QuantizationSpec) -> int:
     """Return the bytes of a parameter's codes and scales."""
-    values = torch.Size(entry["codes"]["shape"]).numel()
-    if "scale_shape" in entry:
-        scales = torch.Size(entry["scale_shape"]).numel()
-    else:
-        scales = len(_flatten(entry.get("scale", 1.0)))
-    return parameter_bytes(values, spec, scales)
+    scale_shape = entry.get("scale_shape", torch.tensor(entry.get("scale", 1.0)).shape)
+    values, scales = torch.Size(entry["codes"]["shape"]), torch.Size(scale_shape)
+    return parameter_bytes(values.numel(), spec, scales.numel())
 
 
 def _statistics_by_value(plan: JsonMapping, statistics: _TensorStatistics) -> _TensorStatistics:
@@ -235,26 +226,16 @@ def _observed_range(entry: JsonMapping) -> JsonObject:
     row: JsonObject = {"low": min(lows), "high": max(highs)}
     if len(lows) == 1:
         return row
-    widths = []
-    dead_channels = 0
-    for low, high in zip(lows, highs, strict=True):
-        widths.append(high - low)
-        if low == 0 == high:
-            dead_channels += 1
+    ends = [*zip(lows, highs, strict=True)]
+    widths = [high - low for low, high in ends]
     run_length = math.ceil(len(lows) / _MAX_STRIP_BARS)
-    run_lows = []
-    run_highs = []
-    for start in range(0, len(lows), run_length):
-        stop = start + run_length
-        run_lows.append(min(lows[start:stop]))
-        run_highs.append(max(highs[start:stop]))
-    narrowest = min(filter(None, widths), default=0.0)
+    starts = range(0, len(lows), run_length)
     row["channels"] = {
-        "low": run_lows,
-        "high": run_highs,
+        "low": [min(lows[start : start + run_length]) for start in starts],
+        "high": [max(highs[start : start + run_length]) for start in starts],
         "count": len(lows),
-        "dead": dead_channels,
-        "widths": [narrowest, max(widths)],
+        "dead": ends.count((0, 0)),
+        "widths": [min(filter(None, widths), default=0.0), max(widths)],
     }
     return row
 
@@ -273,19 +254,15 @@ def _distribution(
         spec: of the tensor.
         entry: of quant_info.json.
     """
-    tensors = {}
-    for name, tensor in histogram.items():
-        if name != "batches":
-            # Adding 0 loads a deferred tensor
-            tensors[name] = tensor + 0
+    # Adding 0 loads a deferred tensor
+    tensors = {name: tensor + 0 for name, tensor in histogram.items() if name != "batches"}
     distribution = TensorDistribution(Histogram.from_tensors(tensors), spec)
-    scale = torch.tensor(entry["scale"])
     zero_point = torch.tensor(entry.get("zero_point", 0), dtype=torch.int32)
-    qparams = QParams(scale, zero_point)
+    qparams = QParams(torch.tensor(entry["scale"]), zero_point)
     row: JsonObject = {
         "limits": distribution.limits(qparams),
         "clipped": distribution.clipped(qparams),
-        "step": float(scale),
+        "step": float(qparams.scale),
         "histogram": distribution.drawn(),
         "methods": distribution.methods(qparams),
     }
@@ -305,21 +282,19 @@ def _stability_curve(ranges: Tensor, distribution: TensorDistribution) -> JsonOb
         distribution: of all values.
     """
     total = len(ranges)
-    counts = set()
-    for step in range(1, _MAX_CURVE_POINTS + 1):
-        count = round(total * step / _MAX_CURVE_POINTS)
-        counts.add(max(1, count))
-    curve: JsonObject = {"total": total, "counts": sorted(counts), "limits": [], "sqnr_db": []}
+    steps = range(1, _MAX_CURVE_POINTS + 1)
+    counts = sorted({max(1, round(total * step / _MAX_CURVE_POINTS)) for step in steps})
+    curve: JsonObject = {"total": total, "counts": counts, "limits": [], "sqnr_db": []}
     scales = []
-    for count in curve["counts"]:
+    for count in counts:
         observer = Observer(distribution.spec)
         observer.load_state_dict({"batches": ranges[:count]})
         qparams = observer.qparams()
         scales.append(float(qparams.scale))
         curve["limits"].append(distribution.limits(qparams))
         curve["sqnr_db"].append(finite_or_none(distribution.sqnr_db(qparams)))
-    curve["stable_after"] = curve["counts"][0]
-    for next_count, scale in zip(curve["counts"][1:], scales, strict=False):
+    curve["stable_after"] = counts[0]
+    for next_count, scale in zip(counts[1:], scales, strict=False):
         if abs(scale / scales[-1] - 1) > _STABLE:
             curve["stable_after"] = next_count
     return curve
@@ -329,7 +304,4 @@ def _flatten(value: Any) -> list[float]:
     """Return a number, or the numbers of nested lists, as one list."""
     if not isinstance(value, list):
         return [value]
-    numbers = []
-    for item in value:
-        numbers += _flatten(item)
-    return numbers
+    return [number for item in value for number in _flatten(item)]

@@ -55,19 +55,15 @@ class TensorDistribution:
             greatest = codes.largest
         scale = float(qparams.scale)
         zero_point = float(qparams.zero_point)
-        low = (least - zero_point) * scale
-        high = (greatest - zero_point) * scale
-        return low, high
+        return (least - zero_point) * scale, (greatest - zero_point) * scale
 
     def clipped(self, qparams: QParams) -> float:
         """Return the share of values that are more than half a step beyond the limits."""
         low, high = self.limits(qparams)
         half_step = float(qparams.scale) / 2
         centres, counts = self._occupied
-        is_below = centres < low - half_step
-        is_above = centres > high + half_step
-        clipped = counts[is_below | is_above].sum()
-        return float(clipped / counts.sum())
+        is_clipped = (centres < low - half_step) | (centres > high + half_step)
+        return float(counts[is_clipped].sum() / counts.sum())
 
     def sqnr_db(self, qparams: QParams) -> float:
         """Return the SQNR of values at the centres of their bins."""
@@ -76,9 +72,7 @@ class TensorDistribution:
             centres.float(), self.spec, qparams.scale, qparams.zero_point
         )
         error = quantized.double() - centres
-        signal_energy = float(counts @ centres.square())
-        noise_energy = float(counts @ error.square())
-        return decibel(signal_energy, noise_energy)
+        return decibel(float(counts @ centres.square()), float(counts @ error.square()))
 
     def codes_used(self, qparams: QParams) -> float:
         """Return the share of the integer codes that are in a bin with values."""
@@ -91,9 +85,7 @@ class TensorDistribution:
 
         def code_of(values: Tensor) -> Tensor:
             """Return the code of each value, counted from the first code."""
-            codes = values.clamp(low, high) / scale
-            codes = codes.round() - first_code
-            return codes.long()
+            return (values.clamp(low, high) / scale).round().sub(first_code).long()
 
         begins = code_of(centres - half_bin)
         ends = code_of(centres + half_bin)
@@ -141,8 +133,7 @@ class TensorDistribution:
         high = float(self.histogram.high)
         width = (high - low) or 1.0
         centres, counts = self._occupied
-        shares = (centres - low) / width
-        bins = (shares * _DRAWN_BINS).long().clamp(0, _DRAWN_BINS - 1)
+        bins = ((centres - low) / width * _DRAWN_BINS).long().clamp(0, _DRAWN_BINS - 1)
         drawn = torch.zeros(_DRAWN_BINS, dtype=torch.float64)
         drawn.index_add_(0, bins, counts)
         return {"low": low, "high": high, "counts": drawn.long().tolist()}

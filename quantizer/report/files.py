@@ -98,11 +98,14 @@ def _write(opened: OpenedResults, values: JsonMapping, html: str, folder: Path) 
 
 
 def _page(values: JsonMapping) -> str:
-    for plugin in plugins():
-        if "page" in plugin.report:
-            html: str = loaded(plugin.report["page"])(values)
-            return html
-    return ""
+    page = _function("page")
+    return "" if page is None else str(page(values))
+
+
+def _function(name: str) -> Any:
+    """Return what a plug-in has for reports by this name; None if none has it."""
+    places = {name: place for plugin in plugins() for name, place in plugin.report.items()}
+    return loaded(places[name]) if name in places else None
 
 
 def shown_by_plugin(name: str) -> Any:
@@ -111,9 +114,8 @@ def shown_by_plugin(name: str) -> Any:
     Raises:
         UsageError: no plug-in has one.
     """
-    for plugin in plugins():
-        if name in plugin.report:
-            return loaded(plugin.report[name])
-    raise UsageError(
-        f"no plug-in is there that makes the {name} of a report", help=remedy_for_absent("page")
-    )
+    function = _function(name)
+    if function is None:
+        why = f"no plug-in is there that makes the {name} of a report"
+        raise UsageError(why, help=remedy_for_absent("page"))
+    return function

@@ -58,11 +58,19 @@ class NextStep:
     commands: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True)
-class NextFacts:
-    """What the next step depends on.
+def next_step(
+    tested: JsonMapping,
+    config: str,
+    options: OptionValues,
+    *,
+    has_model_file: bool,
+    not_met: Sequence[str],
+    weight_bits: int | None,
+    improvement: str,
+) -> NextStep:
+    """Return what to do after a test.
 
-    Attributes:
+    Args:
         tested: the content of report.json, or what `tables.report_values` returns.
         config: the path of the config.
         options: of commands that read the config, the model and its data.
@@ -71,67 +79,44 @@ class NextFacts:
         weight_bits: the smallest width of quantized weights; None without such weights.
         improvement: what would lose less, if the run knows it; empty otherwise.
     """
-
-    tested: JsonMapping
-    config: str
-    options: OptionValues
-    has_model_file: bool
-    not_met: Sequence[str] = ()
-    weight_bits: int | None = None
-    improvement: str = ""
-
-
-def next_step(facts: NextFacts) -> NextStep:
-    """Return what to do after a test."""
-    if facts.improvement:
-        return NextStep(facts.improvement)
-    missed = facts.not_met[0] if facts.not_met else _lost_metric(facts.tested)
+    if improvement:
+        return NextStep(improvement)
+    missed = not_met[0] if not_met else _lost_metric(tested)
     if missed is not None and "analyze" in commands():
-        gate = shlex.quote(missed)
-        command = f"quantizer analyze --metric {gate} {option_words(facts.options)}"
-        if "config_file" in facts.options:
+        command = f"quantizer analyze --metric {shlex.quote(missed)} {option_words(options)}"
+        if "config_file" in options:
             command += " --apply"
         text = f"`{command}` finds the layers that have to stay in float."
         return NextStep(text, (command,))
-    if _is_far_from_float(facts) and "analyze" in commands():
-        options = option_words(facts.options, without=TEST_OPTIONS)
-        command = f"quantizer analyze --tensors {options}"
+    if _is_far_from_float(tested, weight_bits) and "analyze" in commands():
+        command = f"quantizer analyze --tensors {option_words(options, without=TEST_OPTIONS)}"
         text = (
             f"`{command}` lists the tensors that lose most. An evaluate() in the model's file "
             "measures the loss of the task."
         )
         return NextStep(text, (command,))
-    skipped = (facts.tested.get("judged_on") or {}).get("skipped", 0)
-    if not facts.has_model_file:
+    skipped = (tested.get("judged_on") or {}).get("skipped", 0)
+    if not has_model_file:
         arguments = f" and subset_len={skipped}" if skipped else ""
-        text = (
-            f"check in {facts.config}; `quantizer.calibrate` with it{arguments} repeats this."
+        return NextStep(
+            f"check in {config}; `quantizer.calibrate` with it{arguments} repeats this."
         )
-        return NextStep(text)
-    calib, test = _modes(facts.tested, has_samples=bool(skipped))
+    calib, test = _modes(tested, ("subset_len", "skip_len") if skipped else ())
     text = (
-        f"check in {facts.config}; `quantizer {calib}` and `{test}` with a --gate repeat this "
-        "in CI."
+        f"check in {config}; `quantizer {calib}` and `{test}` with a --gate repeat this in CI."
     )
-    return NextStep(text, tuple(_repeating(facts.tested)))
+    return NextStep(text, tuple(_repeating(tested)))
 
 
-def _modes(tested: JsonMapping, *, has_samples: bool) -> list[str]:
-    """Return the options for calib and for test mode, with those that choose samples if they
-    have to be given.
-    """
-    options_by_mode: dict[str, OptionValues] = {}
+def _modes(tested: JsonMapping, names: Collection[str]) -> Iterator[str]:
+    """Yield the options for calib and for test mode, with those of some names."""
+    shown: dict[str, dict[str, list[str]]] = {"calib": {}, "test": {}}
     for command in tested.get("commands", ()):
         options = _options_of_command(command)
-        options_by_mode.update(dict.fromkeys(options.get("quant_mode", ()), options))
-    texts = []
+        for mode in options.get("quant_mode", ()):
+            shown[mode] = {name: options[name] for name in options if name in names}
     for mode in ("calib", "test"):
-        shown = {"quant_mode": [mode]}
-        for name, values in options_by_mode.get(mode, {}).items():
-            if has_samples and name in ("subset_len", "skip_len"):
-                shown[name] = list(values)
-        texts.append(option_words(shown))
-    return texts
+        yield option_words({"quant_mode": [mode], **shown[mode]})
 
 
 def option_words(options: OptionValues, without: Collection[str] = ()) -> str:
@@ -177,17 +162,15 @@ def options_of(commands: Sequence[str]) -> dict[str, list[str]]:
     return {name: values[name] for name in names if name in values}
 
 
-def _is_far_from_float(facts: NextFacts) -> bool:
+def _is_far_from_float(tested: JsonMapping, weight_bits: int | None) -> bool:
     """Return whether the outputs are far from float, if no metric of the task is known."""
-    if facts.tested.get("pairs"):
+    if tested.get("pairs"):
         return False
-    is_narrow = facts.weight_bits is not None and facts.weight_bits <= NARROW_BITS
+    is_narrow = weight_bits is not None and weight_bits <= NARROW_BITS
     bound_db = NARROW_CLOSE_DB if is_narrow else CLOSE_DB
-    for row in measured_parts(facts.tested):
-        median_db = row.get("sqnr_db_median")
-        if row["sqnr_db"] < bound_db or judged_db(row) < bound_db / 2:
-            return True
-        if median_db is not None and median_db < bound_db:
+    for row in measured_parts(tested):
+        figures = (row["sqnr_db"], row.get("sqnr_db_median"), 2 * judged_db(row))
+        if min(figure for figure in figures if figure is not None) < bound_db:
             return True
     return False
 
@@ -197,11 +180,9 @@ def _repeating(tested: JsonMapping) -> Iterator[str]:
     gate = _proposed_gate(tested)
     for command in tested.get("commands", ()):
         options = _options_of_command(command)
-        is_test = options.get("quant_mode") == ["test"]
-        if is_test and gate and "gate" not in options:
-            yield f"{command} --gate {shlex.quote(gate)}"
-        else:
-            yield command
+        if options.get("quant_mode") == ["test"] and gate and "gate" not in options:
+            command += f" --gate {shlex.quote(gate)}"
+        yield command
 
 
 def _proposed_gate(tested: JsonMapping) -> str:
@@ -221,12 +202,9 @@ def _proposed_gate(tested: JsonMapping) -> str:
 
 def leaf_rows(tested: JsonMapping) -> list[JsonMapping]:
     """Return the rows of parts, and of outputs that have no parts."""
-    rows = list(tested.get("outputs", ()))
-    names_of_wholes = set()
-    for row in rows:
-        if row["name"] != row["output"]:
-            names_of_wholes.add(row["output"])
-    return [row for row in rows if row["name"] not in names_of_wholes]
+    rows = tested.get("outputs", ())
+    wholes = {row["output"] for row in rows if row["name"] != row["output"]}
+    return [row for row in rows if row["name"] not in wholes]
 
 
 def measured_parts(tested: JsonMapping) -> list[JsonMapping]:
@@ -243,9 +221,7 @@ def hides_samples(row: JsonMapping) -> bool:
 
 def judged_db(row: JsonMapping) -> float:
     """Return the SQNR of an output, or that of its worst samples where it is much lower."""
-    name = WORST_SAMPLES if hides_samples(row) else "sqnr_db"
-    ratio: float = row[name]
-    return ratio
+    return float(row[WORST_SAMPLES if hides_samples(row) else "sqnr_db"])
 
 
 def relative_loss(tested: JsonMapping, name: str) -> float:
@@ -268,16 +244,13 @@ def _lost_metric(tested: JsonMapping) -> str | None:
     """
     lost: dict[str, float] = {}
     for name, pair in tested.get("pairs", {}).items():
-        share = relative_loss(tested, name)
         is_known = tested["metrics"].get(f"{name}{DROP}") is not None
-        if not is_known or pair["float"] is None or _is_gated(tested, name):
-            continue
-        if share > MAX_RELATIVE_CHANGE:
-            lost[name] = share
-    if not lost:
+        if is_known and pair["float"] is not None and not _is_gated(tested, name):
+            lost[name] = relative_loss(tested, name)
+    worst = max(lost, key=lambda name: lost[name], default=None)
+    if worst is None or lost[worst] <= MAX_RELATIVE_CHANGE:
         return None
-    name = max(lost, key=lambda metric: lost[metric])
-    return _gate_on_loss(tested, name)
+    return _gate_on_loss(tested, worst)
 
 
 def _is_gated(tested: JsonMapping, name: str) -> bool:

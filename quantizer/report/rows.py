@@ -54,14 +54,8 @@ def tensor_name(content: JsonMapping, row: JsonMapping) -> str:
 
 def most_damaged(rows: Iterable[JsonObject]) -> JsonObject | None:
     """Return the tensor with the lowest local SQNR, or None if none was measured."""
-    lowest = None
-    for row in rows:
-        value = row["local_sqnr_db"]
-        if value is None:
-            continue
-        if lowest is None or value < lowest["local_sqnr_db"]:
-            lowest = row
-    return lowest
+    measured = [row for row in rows if row["local_sqnr_db"] is not None]
+    return min(measured, key=lambda row: row["local_sqnr_db"], default=None)
 
 
 def rows_in_order(content: JsonMapping) -> list[JsonObject]:
@@ -76,14 +70,10 @@ def severity(row: JsonMapping) -> str:
     ('', 'poor')
     """
     sqnr_db = row["local_sqnr_db"]
-    if sqnr_db is None:
-        return ""
     bounds = bounds_of(row.get("bits", 8))
-    if sqnr_db < bounds.poor_db:
-        return POOR
-    if sqnr_db < bounds.low_db:
-        return LOW
-    return ""
+    if sqnr_db is None or sqnr_db >= bounds.low_db:
+        return ""
+    return POOR if sqnr_db < bounds.poor_db else LOW
 
 
 def is_lossless(content: JsonMapping, row: JsonMapping) -> bool:

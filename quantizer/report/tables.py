@@ -13,7 +13,7 @@ from quantizer.config.json_types import JsonMapping, JsonObject
 from quantizer.config.model import QuantizationSpec
 from quantizer.config.roles import base_role
 from quantizer.config.wording import first_names
-from quantizer.evaluation.network_comparison import LayerNoise, NetworkComparison
+from quantizer.evaluation.network_comparison import NetworkComparison
 from quantizer.evaluation.scores import Scores
 from quantizer.graph.channels.output_parts import Output
 from quantizer.graph.ir import Graph, Node
@@ -23,6 +23,15 @@ from quantizer.tables import SEARCHED
 
 _BAR_WIDTH = 20
 """Characters of a full bar."""
+_STATED = ("metrics", "outputs", "warnings", "layers")
+"""The values of report.json that are there even if they are empty."""
+_OUTPUT_FIGURES = (
+    ("sqnr_db", ".2f"),
+    ("sqnr_db_median", ".2f"),
+    ("sqnr_db_worst", ".2f"),
+    ("cosine", ".6g"),
+    ("equal", ".6g"),
+)
 LOSSLESS_DB = 144.0
 """The SQNR of float32, whose significand has 24 bits. A tensor with a higher SQNR counts as not
 damaged.
@@ -31,25 +40,19 @@ damaged.
 
 def layer_rows(comparison: NetworkComparison, specs: TensorSpecs) -> list[JsonObject]:
     """Return a row for each quantized tensor, sorted by local SQNR, the lowest first."""
-    rows = []
+    rows: list[JsonObject] = []
     for noise in comparison.layers:
-        spec = specs[noise.layer, noise.role]
-        rows.append(_layer_row(noise, spec))
+        accumulated = noise.accumulated
+        row = {
+            "layer": noise.layer,
+            "tensor": noise.role,
+            "spec": describe_spec(specs[noise.layer, noise.role]),
+            "local_sqnr_db": noise.local.sqnr_db,
+            "accumulated_sqnr_db": None if accumulated is None else accumulated.sqnr_db,
+            "cosine": noise.cosine,
+        }
+        rows.append(row)
     return sorted(rows, key=lambda row: (row["local_sqnr_db"], row["layer"], row["tensor"]))
-
-
-def _layer_row(noise: LayerNoise, spec: QuantizationSpec) -> JsonObject:
-    row: JsonObject = {
-        "layer": noise.layer,
-        "tensor": noise.role,
-        "spec": describe_spec(spec),
-        "local_sqnr_db": noise.local.sqnr_db,
-        "accumulated_sqnr_db": None,
-        "cosine": noise.cosine,
-    }
-    if noise.accumulated is not None:
-        row["accumulated_sqnr_db"] = noise.accumulated.sqnr_db
-    return row
 
 
 def figures_by_tensor(tested: JsonMapping) -> dict[Key, JsonObject]:
@@ -58,10 +61,7 @@ def figures_by_tensor(tested: JsonMapping) -> dict[Key, JsonObject]:
     Args:
         tested: what `report_values` returns for a test, or an empty dict without a test.
     """
-    figures = {}
-    for row in tested.get("layers", ()):
-        figures[row["layer"], row["tensor"]] = row
-    return figures
+    return {(row["layer"], row["tensor"]): row for row in tested.get("layers", ())}
 
 
 def report_values(
@@ -79,27 +79,20 @@ def report_values(
         stamp: what the figures are of, such as "random data"; None if the data are real.
         calibration_stamp: the same of the data of the calibration.
     """
-    values: JsonObject = {"metrics": finite_row(scores.metrics)}
-    if scores.pairs:
-        values["pairs"] = {name: finite_row(pair) for name, pair in scores.pairs.items()}
-    lower_is_better = scores.directions.to_json(scores.pairs)
-    if lower_is_better:
-        values["lower_is_better"] = lower_is_better
-    values["outputs"] = output_rows(scores.comparison.outputs)
-    inputs = [row.to_json() for row in scores.comparison.inputs]
-    if inputs:
-        values["inputs"] = inputs
-    values["warnings"] = [warning.to_json() for warning in scores.warnings]
-    if scores.passes is not None:
-        values["passes"] = scores.passes.to_json()
-    values["layers"] = [finite_row(row) for row in rows]
-    if scores.judged_on:
-        values["judged_on"] = dict(scores.judged_on)
-    if stamp:
-        values["stamp"] = stamp
-    if calibration_stamp:
-        values["calibration_stamp"] = calibration_stamp
-    return values
+    values: JsonObject = {
+        "metrics": finite_row(scores.metrics),
+        "pairs": {name: finite_row(pair) for name, pair in scores.pairs.items()},
+        "lower_is_better": scores.directions.to_json(scores.pairs),
+        "outputs": output_rows(scores.comparison.outputs),
+        "inputs": [row.to_json() for row in scores.comparison.inputs],
+        "warnings": [warning.to_json() for warning in scores.warnings],
+        "passes": None if scores.passes is None else scores.passes.to_json(),
+        "layers": [finite_row(row) for row in rows],
+        "judged_on": dict(scores.judged_on),
+        "stamp": stamp,
+        "calibration_stamp": calibration_stamp,
+    }
+    return {name: value for name, value in values.items() if value or name in _STATED}
 
 
 def finite_row(row: JsonMapping) -> JsonObject:
@@ -142,9 +135,8 @@ def output_lines(outputs: Iterable[Output]) -> Iterator[str]:
     for output in outputs:
         texts = []
         for part in output.parts:
-            text = part.name
-            if part.index and part.index != part.name:
-                text += f" or {part.index}"
+            names = [part.name, part.index] if part.index else [part.name]
+            text = " or ".join(dict.fromkeys(names))
             if part.pooled > 1:
                 text += f" ({part.pooled} sources together)"
             texts.append(text)
@@ -171,11 +163,7 @@ def output_table(rows: Sequence[JsonMapping], view: TableView) -> Listing:
             name,
             row["index"] or "",
             row["kind"],
-            number_text(row["sqnr_db"], ".2f"),
-            number_text(row["sqnr_db_median"], ".2f"),
-            number_text(row["sqnr_db_worst"], ".2f"),
-            number_text(row["cosine"], ".6g"),
-            number_text(row["equal"], ".6g"),
+            *(number_text(row[name], form) for name, form in _OUTPUT_FIGURES),
         )
         lines.append(line)
     figures = ("dB", "median dB", "worst dB", "cosine", "equal")
@@ -275,26 +263,20 @@ def damage_table(rows: Sequence[JsonMapping], view: TableView) -> Listing:
     noise_ratios = [10 ** (-row["local_sqnr_db"] / 10) for row in rows]
     worst = max(noise_ratios, default=0.0)
     lines = []
-    ranks = []
     for row, noise_ratio in zip(rows, noise_ratios, strict=True):
-        spec = row["spec"]
-        local_db = row["local_sqnr_db"]
-        bar = ""
-        if 0 < worst < math.inf:
-            bar = "█" * round(_BAR_WIDTH * noise_ratio / worst)
+        width = round(_BAR_WIDTH * noise_ratio / worst) if 0 < worst < math.inf else 0
         line = (
             row["layer"],
             row["tensor"],
-            spec,
-            spec.partition(" ")[0],
-            number_text(local_db, ".2f"),
+            row["spec"],
+            row["spec"].partition(" ")[0],
+            number_text(row["local_sqnr_db"], ".2f"),
             number_text(row["accumulated_sqnr_db"], ".2f"),
-            bar,
+            "█" * width,
         )
         lines.append(line)
-        is_damaged = local_db < LOSSLESS_DB
-        rank = local_db if is_damaged else None
-        ranks.append(rank)
+    figures_db = [row["local_sqnr_db"] for row in rows]
+    ranks = [figure if figure < LOSSLESS_DB else None for figure in figures_db]
     figures = ("local dB", "accumulated dB")
     with_spec = ("layer", "tensor", "spec", *figures)
     with_format = ("layer", "tensor", "format", *figures)
@@ -314,20 +296,18 @@ def metric_table(metrics: Mapping[str, Mapping[str, float]]) -> Listing:
     """Return a line per metric: float, quantized, difference."""
     rows = []
     for name, pair in metrics.items():
-        before = pair["float"]
-        after = pair["quantized"]
-        row = (name, f"{before:.6g}", f"{after:.6g}", f"{after - before:+.6g}")
-        rows.append(row)
+        before, after = pair["float"], pair["quantized"]
+        rows.append((name, f"{before:.6g}", f"{after:.6g}", f"{after - before:+.6g}"))
     titles = ("metric", "float", "quantized", "change")
     return Listing(titles, rows, frozenset(titles[1:]))
 
 
 def rule_table(plan: Plan, view: TableView) -> Listing:
     """Return how many layers and tensors each block of the config is about."""
-    rows = []
-    for rule in plan.rules:
-        row = (rule.label, rule.selector, str(len(rule.layers)), str(rule.took_effect))
-        rows.append(row)
+    rows = [
+        (rule.label, rule.selector, str(len(rule.layers)), str(rule.took_effect))
+        for rule in plan.rules
+    ]
     titles = ("rule", "selector", "layers", "tensors")
     # The first column has no layers to choose from
     every = replace(view, layers=None, remedy=TOP_REMEDY)
@@ -365,10 +345,7 @@ def format_counts(plan: Plan) -> str:
     for (_, role), tensor in plan.tensors.items():
         number_format = describe_spec(tensor.spec).partition(" ")[0]
         counts[base_role(role), number_format] += 1
-    parts = []
-    for (role, number_format), count in counts.most_common():
-        parts.append(f"{count} {role} {number_format}")
-    return first_names(parts)
+    return first_names([f"{count} {' '.join(words)}" for words, count in counts.most_common()])
 
 
 def refusal_table(rows: Iterable[tuple[str, str, str]], view: TableView) -> Listing:
@@ -387,14 +364,12 @@ def layer_table(
     for layer, role in tensors:
         roles.setdefault(layer, []).append(role)
     rows = []
-    ranks = []
     for node in graph.nodes:
         quantized = ", ".join(roles.get(node.name, ()))
         if not quantized and node.name in floats:
             quantized = why_float(floats[node.name])
         rows.append((node.name, node.op, shape_text(node), quantized))
-        rank = 0.0 if node.name in roles else None
-        ranks.append(rank)
+    ranks = [0.0 if node.name in roles else None for node in graph.nodes]
     titles = ("layer", "operator", "output", "tensors")
     return view.listing(titles, rows, ranks, idle="in float")
 
@@ -410,10 +385,7 @@ def why_float(reason: str) -> str:
 
 def shape_text(node: Node) -> str:
     """Return the shape of an output as text, with b for the batch size: `bx3x8x8`."""
-    if node.shape is None:
-        return ""
-    sizes = ["b" if size is None else str(size) for size in node.shape]
-    return "x".join(sizes)
+    return "x".join("b" if size is None else str(size) for size in node.shape or ())
 
 
 def number_text(value: float | None, form: str, missing: str = "") -> str:

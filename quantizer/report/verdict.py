@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from quantizer.comparison.samples import worst_words
 from quantizer.config.json_types import JsonMapping
@@ -17,12 +17,11 @@ from quantizer.evaluation.output_warnings import NOTES
 from quantizer.graph.names import path_names
 from quantizer.graph.tracing.untraced import Untraced
 from quantizer.numerics.codes import bits_of
-from quantizer.plan.model import Key, Plan
+from quantizer.plan.model import Plan
 from quantizer.plan.resolve import NO_RULES
 from quantizer.plan.size import weight_bytes
 from quantizer.report.next_step import (
     PLACEHOLDER,
-    NextFacts,
     OptionValues,
     hides_samples,
     judged_db,
@@ -34,27 +33,15 @@ from quantizer.report.next_step import (
 from quantizer.report.tables import describe_spec, number_text
 from quantizer.storage.process_memory import size_text
 
+if TYPE_CHECKING:
+    from quantizer.export.agreement import Verification
+
 MAX_LINES = 8
 _MAX_METRICS = 3
 _MAX_NAMES = 3
 _MOST_PERCENT = 200
 _NOTHING = Untraced()
 _BYTES = ("int8", "uint8")
-
-
-class VerifiedFile(Protocol):
-    """What a verdict takes from the verification of a file; see `Verification`."""
-
-    @property
-    def in_runtime(self) -> tuple[str, Mapping[str, str] | None]: ...
-    @property
-    def limits(self) -> tuple[str, ...]: ...
-    @property
-    def float_activations(self) -> tuple[Key, ...]: ...
-    @property
-    def activation_codes(self) -> str: ...
-    @property
-    def uint8_weights(self) -> tuple[str, ...]: ...
 
 
 @dataclass(frozen=True)
@@ -103,7 +90,7 @@ class VerdictFacts:
     def of(
         cls,
         plan: Plan,
-        verified: VerifiedFile | None = None,
+        verified: Verification | None = None,
         *,
         untraced: Untraced = _NOTHING,
         **facts: Any,
@@ -116,18 +103,17 @@ class VerdictFacts:
             untraced: what the file holds besides the layers of the plan.
             facts: the other attributes.
         """
-        activation_codes = ""
-        uint8_weights: Collection[str] = ()
         floating: Mapping[str, str] | None = None
-        if verified is not None:
-            activation_codes = verified.activation_codes
-            uint8_weights = verified.uint8_weights
+        if verified is None:
+            formats = _main_formats(plan, "", ())
+        else:
             facts["runtime"], floating = verified.in_runtime
             facts["notes"] = verified.limits
             tensors = dict(plan.tensors)
             for key in verified.float_activations:
                 tensors.pop(key, None)
             plan = replace(plan, tensors=tensors)
+            formats = _main_formats(plan, verified.activation_codes, verified.uint8_weights)
         reasons = _left_float_of(plan) if floating is None else floating
         names = path_names(plan.graph)
         left_float: dict[str, str] = {}
@@ -138,7 +124,7 @@ class VerdictFacts:
         float_size, quantized_size = weight_bytes(plan)
         return cls(
             model=plan.graph.model,
-            formats=_main_formats(plan, activation_codes, uint8_weights),
+            formats=formats,
             float_size=float_size + untraced.size,
             quantized_size=quantized_size + untraced.size,
             left_float={**left_float, **untraced.reasons},
@@ -156,24 +142,24 @@ def _main_formats(plan: Plan, activation_codes: str, uint8_weights: Collection[s
     # Only sentences on files need it
     from quantizer.graph.structure.attention import cached_values
 
-    counts: dict[str, Counter[str]] = {"weights": Counter(), "activations": Counter()}
-    cache: Counter[str] = Counter()
+    counts: dict[str, Counter[str]] = {
+        "weights": Counter(),
+        "activations": Counter(),
+        "keys and values": Counter(),
+    }
     cached_keys = {(cached.layer, cached.role) for cached in cached_values(plan.graph)}
     for key, tensor in plan.tensors.items():
-        role = base_role(key[1])
-        if role == "bias":
-            continue
+        kind = "weights" if base_role(key[1]) == "weights" else "activations"
         number_format = describe_spec(tensor.spec).partition(" ")[0]
         if key in cached_keys:
-            cache[number_format] += 1
-        elif role == "weights":
-            if key[0] in uint8_weights:
-                number_format = "uint8"
-            counts["weights"][number_format] += 1
-        elif activation_codes and number_format in _BYTES:
-            counts["activations"][activation_codes] += 1
-        else:
-            counts["activations"][number_format] += 1
+            kind = "keys and values"
+        elif kind == "weights" and key[0] in uint8_weights:
+            number_format = "uint8"
+        elif kind == "activations" and number_format in _BYTES:
+            number_format = activation_codes or number_format
+        if base_role(key[1]) != "bias":
+            counts[kind][number_format] += 1
+    cache = counts.pop("keys and values")
     if counts["activations"]:
         counts["activations"] += cache
     elif cache:
@@ -200,16 +186,23 @@ def _left_float_of(plan: Plan) -> dict[str, str]:
 
 def _weight_bits(plan: Plan) -> int | None:
     """Return the smallest width of quantized weights; None if there are none."""
-    widths = []
-    for (_, role), tensor in plan.tensors.items():
-        if is_parameter(role) and role != "bias":
-            widths.append(bits_of(tensor.spec))
+    widths = [
+        bits_of(tensor.spec)
+        for (_, role), tensor in plan.tensors.items()
+        if is_parameter(role) and role != "bias"
+    ]
     return min(widths, default=None)
 
 
 def verdict(facts: VerdictFacts) -> list[str]:
     """Return at most nine lines of plain words about a run."""
-    lines = [_written(facts)]
+    lines = [f"Nothing was written of {facts.model}."]
+    if facts.path is not None:
+        lines = [
+            f"Wrote {facts.path}: {facts.formats}; {size_text(facts.size)}. Weights take "
+            f"{size_text(facts.float_size)} in float, {size_text(facts.quantized_size)} "
+            "quantized."
+        ]
     if facts.notes:
         lines.append(f"Note: {'; '.join(facts.notes)}.")
     if facts.gates:
@@ -236,30 +229,27 @@ def measured_lines(tested: JsonMapping) -> Iterator[str]:
         yield f"The network was calibrated on {tested['calibration_stamp']}."
 
 
-def _written(facts: VerdictFacts) -> str:
-    """Return the line on the file that was written."""
-    if facts.path is None:
-        return f"Nothing was written of {facts.model}."
-    return (
-        f"Wrote {facts.path}: {facts.formats}; {size_text(facts.size)}. Weights take "
-        f"{size_text(facts.float_size)} in float, {size_text(facts.quantized_size)} quantized."
-    )
-
-
 def _metrics(tested: JsonMapping) -> Iterator[str]:
     """Yield a line on the metrics of the task, those with the largest loss first."""
     pairs = tested.get("pairs", {})
     names = sorted(pairs, key=lambda name: -relative_loss(tested, name))
     texts = []
     for name in names[:_MAX_METRICS]:
-        after = number_text(pairs[name]["quantized"], ".4g", missing="not finite")
-        before = number_text(pairs[name]["float"], ".4g", missing="not finite")
+        before, after = pair_texts(pairs[name])
         texts.append(f"{name} is {after}, in float {before}")
     more = len(names) - len(texts)
     if more > 0:
         texts.append(f"{more} more with a smaller loss are in the report")
     if texts:
         yield f"{'; '.join(texts)}."
+
+
+def pair_texts(pair: JsonMapping) -> tuple[str, str]:
+    """Return a metric of the float and of the quantized network as texts."""
+    before, after = (
+        number_text(pair[name], ".4g", missing="not finite") for name in ("float", "quantized")
+    )
+    return before, after
 
 
 def _outputs(tested: JsonMapping) -> Iterator[str]:
@@ -313,12 +303,12 @@ def _error(row: JsonMapping) -> str:
     whole = f"{_share(row['sqnr_db'])} (SQNR {row['sqnr_db']:.1f} dB)"
     if not hides_samples(row):
         return whole
-    texts = [f"{_share(judged_db(row))} ({judged_db(row):.1f} dB) on "]
-    texts[0] += worst_words(row["samples"]["count"])
+    text = f"{_share(judged_db(row))} ({judged_db(row):.1f} dB) on "
+    text += worst_words(row["samples"]["count"])
     median_db = row["sqnr_db_median"]
     if median_db is not None:
-        texts.append(f"{_share(median_db)} ({median_db:.1f} dB) on the median one")
-    return f"{', '.join(texts)} and {whole} over all values"
+        text += f", {_share(median_db)} ({median_db:.1f} dB) on the median one"
+    return f"{text} and {whole} over all values"
 
 
 def _share(sqnr_db: float) -> str:
@@ -361,7 +351,7 @@ def _next_step(facts: VerdictFacts) -> str:
         "model": [facts.model_option or PLACEHOLDER],
         **facts.data_options,
     }
-    next_facts = NextFacts(
+    return next_step(
         facts.tested,
         facts.config,
         options,
@@ -369,5 +359,4 @@ def _next_step(facts: VerdictFacts) -> str:
         not_met=facts.not_met,
         weight_bits=facts.weight_bits,
         improvement=facts.improvement,
-    )
-    return next_step(next_facts).text
+    ).text

@@ -54,10 +54,7 @@ class Listing:
     def rows_of(self, titles: TableRow) -> list[TableRow]:
         """Return the texts under these titles."""
         columns = [self.titles.index(title) for title in titles]
-        rows = []
-        for row in self.rows:
-            rows.append(tuple(row[column] for column in columns))
-        return rows
+        return [tuple(row[column] for column in columns) for row in self.rows]
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         rows = [tuple(map(one_line, row)) for row in self.rows]
@@ -66,32 +63,21 @@ class Listing:
 
     def _render(self, max_width: int) -> RenderResult:
         """Yield the table and its note. All texts must be printable."""
-        natural_widths = {}
-        for column, title in enumerate(self.titles):
-            texts = [row[column] for row in self.rows]
-            natural_widths[title] = max(map(len, (title, *texts)))
-        titles = self._choose_layout(natural_widths, max_width)
-        widths = {title: natural_widths[title] for title in titles}
+        columns = zip(self.titles, *self.rows, strict=True)
+        natural_widths = [max(map(len, column)) for column in columns]
+        for titles in self.layouts or (self.titles,):
+            widths = {title: natural_widths[self.titles.index(title)] for title in titles}
+            if _table_width(widths) <= max_width:
+                break
         self._narrow(widths, max_width)
         rows = self.rows_of(titles)
-        if not rows and self.note:
-            yield Text(self.note)
-            return
-        if _table_width(widths) <= max_width:
-            yield self._table(widths, rows)
-        else:
-            yield from _stack_columns(titles, rows)
+        if rows or not self.note:
+            if _table_width(widths) <= max_width:
+                yield self._table(widths, rows)
+            else:
+                yield from _stack_columns(titles, rows)
         if self.note:
             yield Text(self.note)
-
-    def _choose_layout(self, natural_widths: Mapping[str, int], max_width: int) -> TableRow:
-        """Return the first layout that fits, or the last one."""
-        layouts = self.layouts or (self.titles,)
-        for titles in layouts:
-            widths = {title: natural_widths[title] for title in titles}
-            if _table_width(widths) <= max_width:
-                return titles
-        return layouts[-1]
 
     def _narrow(self, widths: dict[str, int], max_width: int) -> None:
         """Reduce the width of the last column, then of the first one, as far as needed."""
@@ -105,9 +91,7 @@ class Listing:
     def _table(self, widths: Mapping[str, int], rows: Iterable[TableRow]) -> Table:
         table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, _GAP, 0, 0))
         for title, width in widths.items():
-            justify: JustifyMethod = "left"
-            if title in self.numbers:
-                justify = "right"
+            justify: JustifyMethod = "right" if title in self.numbers else "left"
             table.add_column(title, justify=justify, width=width, overflow="fold")
         for name, *values in rows:
             lines = _lines_of_name(name, next(iter(widths.values())))
@@ -175,12 +159,12 @@ class TableView:
             idle: what the rows without a rank have in common, as in "3 of them without loss".
             file: the file that has all rows.
         """
-        selected = []
-        selected_ranks = []
-        for row, rank in zip(rows, ranks or [0.0] * len(rows), strict=True):
-            if self.layers is None or row[0] in self.layers:
-                selected.append(row)
-                selected_ranks.append(rank)
+        ranked = zip(rows, ranks or [0.0] * len(rows), strict=True)
+        kept = [
+            (row, rank) for row, rank in ranked if self.layers is None or row[0] in self.layers
+        ]
+        selected = [row for row, _ in kept]
+        selected_ranks = [rank for _, rank in kept]
         positions = self._shown_positions(selected_ranks)
         hidden = len(selected) - len(positions)
         note = ""
@@ -196,19 +180,14 @@ class TableView:
             elif idle_rows:
                 note += f", {idle_rows} of them {idle}"
             note += f"; {self.remedy}"
-        shown = []
-        for position in positions:
-            shown.append(tuple(map(self.text, selected[position])))
+        shown = [tuple(map(self.text, selected[position])) for position in positions]
         return Listing(titles, shown, frozenset(numbers), layouts, note)
 
     def _shown_positions(self, ranks: RowRanks) -> list[int]:
         """Return the positions of the rows with the lowest ranks."""
         if self.top is None:
             return list(range(len(ranks)))
-        ranked = []
-        for position, rank in enumerate(ranks):
-            if rank is not None:
-                ranked.append((rank, position))
+        ranked = [(rank, place) for place, rank in enumerate(ranks) if rank is not None]
         lowest = sorted(ranked)[: self.top]
         return sorted(position for _, position in lowest)
 

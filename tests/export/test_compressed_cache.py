@@ -128,7 +128,7 @@ REFUSED: dict[str, tuple[Spec, str, str]] = {
     "rounding": (
         both({"dtype": "int8", "round_method": "floor"}),
         "input_1",
-        "is rounded floor",
+        "is rounded by floor",
     ),
     "two schemes": (both(FP8, HEADS), "input_2", "is quantized otherwise than other keys"),
     "keys alone": (cache_config(FP8, "k_proj"), "input_2", "stays float, and the cache"),

@@ -161,7 +161,7 @@ def test_a_refused_target_does_not_keep_the_others_away(
     check: Callable[..., int],
 ) -> None:
     refused = raising(UsageError("--deploy pt2 cannot express this"))
-    monkeypatch.setattr("quantizer.export.torch_export.pt2.Pt2Exporter.verify", refused)
+    monkeypatch.setattr("quantizer.export.torch_export.exporter.Pt2Exporter.verify", refused)
     assert check(copy, "--deploy", "pt2") == 2
     assert not (copy / "export").exists()
     assert check(copy, "--deploy", "pt2", "--deploy", "safetensors") == 2
@@ -194,7 +194,7 @@ def test_what_was_measured_is_shown_whatever_happens_then(
     monkeypatch: pytest.MonkeyPatch,
     check: Callable[..., int],
 ) -> None:
-    monkeypatch.setattr("quantizer.export.torch_export.pt2.Pt2Exporter.verify", verify)
+    monkeypatch.setattr("quantizer.export.torch_export.exporter.Pt2Exporter.verify", verify)
     assert check(copy, "--deploy", "pt2", "--deploy", "safetensors") == code
     said = capsys.readouterr()
     assert sentence in said.err

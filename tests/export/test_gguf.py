@@ -509,7 +509,7 @@ def test_where_transformers_knows_no_architecture_the_tensors_are_compared(
         template(tmp_path / "base.gguf", model),
         calibrated(preset("gguf_q4_1"), model),
     )
-    monkeypatch.setattr("quantizer.export.gguf.verify.read_checkpoint", refuse)
+    monkeypatch.setattr("quantizer.export.gguf.exporter.read_checkpoint", refuse)
     found = result.export("gguf", tmp_path / "net.gguf", gguf_template=base)
     assert (found.compared, found.max_difference) == ("tensors", 0.0)
     assert "is not supported yet; its tensors were compared instead" in found.remarks[-1]

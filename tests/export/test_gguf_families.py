@@ -28,8 +28,7 @@ from engines.families.models import FAMILIES, VOCABULARY, Family, spread_weights
 
 from quantizer.export.gguf.architectures import outline_of_architecture
 from quantizer.export.gguf.families import FAMILIES as STORED
-from quantizer.export.gguf.file import Outline, stored_tensors, write_gguf
-from quantizer.export.gguf.settings import typed
+from quantizer.export.gguf.file import Outline, stored_tensors, typed, write_gguf
 
 LEAST_DB = 60
 """llama.cpp has a table of GELU in half precision, and rounds no inputs of float weights."""

@@ -21,8 +21,7 @@ from quantizer.evaluation.network_comparison import NetworkComparison
 from quantizer.evaluation.scores import Scores
 from quantizer.report import tables
 from quantizer.report.files import make_report
-from quantizer.report.page.page import SECTIONS, page
-from quantizer.report.page.sections import coverage
+from quantizer.report.page.page import SECTIONS, coverage, page
 from quantizer.results.folder import open_results
 
 ABSENT = ("outputs", "exports", "depth", "algorithms", "sensitivity", "config")

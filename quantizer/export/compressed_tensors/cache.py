@@ -13,10 +13,11 @@ import torch
 from torch import Tensor, nn
 
 from quantizer.config.model import QuantizationSpec
-from quantizer.export.compressed_tensors.limits import scale_difference
-from quantizer.export.exporter import Reason, Refusal
+from quantizer.export.compressed_tensors.schemes import scale_difference
+from quantizer.export.exporter import HALF_EVEN, Limit, Reason, Refusal, beyond
 from quantizer.export.model_tensors import cannot_store
-from quantizer.graph.ir import Graph, Node
+from quantizer.export.stored_weights import is_symmetric
+from quantizer.graph.ir import Graph
 from quantizer.graph.structure.attention import CachedValue, Part, cached_values
 from quantizer.nn.quantized_tensor import QuantizedTensor
 from quantizer.plan.model import Key, TensorSpecs
@@ -27,6 +28,22 @@ _SCALE_NAMES: Mapping[Part, str] = {"key": "k_scale", "value": "v_scale"}
 _ALIKE_HELP = "give *.k_proj and *.v_proj the same entry in kv_cache_quant_config"
 _NO_CACHE = "leave kv_cache_quant_config out, or use <--deploy pt2>"
 _INT8_REMARK = "the key-value cache is int8, and vLLM and SGLang have only fp8 there"
+_LIMITS = (
+    Limit(
+        lambda spec: spec.dtype in ("int", "fp8_e4m3") and spec.bit_width == 8,
+        "is not int8 or fp8_e4m3, and readers cache nothing else",
+        _NO_CACHE,
+    ),
+    Limit(
+        is_symmetric, "is asymmetric, and caches have no zero points", 'set "symmetric" to true'
+    ),
+    HALF_EVEN,
+    Limit(
+        lambda spec: not spec.is_dynamic or spec.qscheme == "per_tensor",
+        "has a scale for each token, and readers have none for the tokens of a cache",
+        "set its qscheme to per_tensor, or use <--deploy pt2>",
+    ),
+)
 
 
 @dataclass(frozen=True)
@@ -61,12 +78,8 @@ class CompressedCache:
 
 def cached_keys(graph: Graph, specs: TensorSpecs) -> dict[Key, CachedValue]:
     """Return the keys and values of attentions that are quantized, by layer and role."""
-    keys: dict[Key, CachedValue] = {}
-    for cached in cached_values(graph):
-        key = (cached.layer, cached.role)
-        if key in specs:
-            keys[key] = cached
-    return keys
+    keys = {(cached.layer, cached.role): cached for cached in cached_values(graph)}
+    return {key: cached for key, cached in keys.items() if key in specs}
 
 
 def cache_refusals(graph: Graph, specs: TensorSpecs) -> Iterator[Refusal]:
@@ -85,7 +98,7 @@ def cache_refusals(graph: Graph, specs: TensorSpecs) -> Iterator[Refusal]:
                 "stays float, and the cache of a checkpoint is quantized in all attentions",
                 _ALIKE_HELP,
             )
-        elif not _is_alike(specs[key], first):
+        elif _words(specs[key]) != _words(first):
             reason = (
                 "is quantized otherwise than other keys and values, and a checkpoint has one "
                 "scheme for all",
@@ -114,37 +127,25 @@ def compressed_cache(
     return None if spec is None else CompressedCache(spec, scales)
 
 
-def _is_alike(spec: QuantizationSpec, other: QuantizationSpec) -> bool:
-    """Return whether one scheme describes both specs."""
-    words = (spec.dtype, spec.qscheme, spec.is_dynamic)
-    return words == (other.dtype, other.qscheme, other.is_dynamic)
+def _words(spec: QuantizationSpec) -> tuple[object, ...]:
+    """Return what is the same in specs that one scheme describes."""
+    return spec.dtype, spec.qscheme, spec.is_dynamic
 
 
 def _spec_refusal(spec: QuantizationSpec) -> Reason | None:
     """Return why readers cannot quantize keys or values by a spec."""
-    if spec.dtype not in ("int", "fp8_e4m3") or spec.bit_width != 8:
-        return "is not int8 or fp8_e4m3, and readers cache nothing else", _NO_CACHE
-    if spec.dtype == "int" and not (spec.signed and spec.symmetric):
-        return "is asymmetric, and caches have no zero points", 'set "symmetric" to true'
-    if spec.round_mode != "half_even":
-        return f"is rounded {spec.round_mode}", "set its round_method to half_even"
-    if not spec.is_dynamic:
-        return None
-    if spec.qscheme != "per_tensor":
-        return (
-            "has a scale for each token, and readers have none for the tokens of a cache",
-            "set its qscheme to per_tensor, or use <--deploy pt2>",
-        )
-    difference = scale_difference(spec)
-    if difference is None:
-        return None
+    reason = beyond(_LIMITS, spec)
+    difference = scale_difference(spec) if spec.is_dynamic else None
+    if reason is not None or difference is None:
+        return reason
     return difference, 'set its symmetric_scale to "half_range", or is_dynamic to false'
 
 
 def _module_refusal(graph: Graph, cached: CachedValue) -> Reason | None:
     """Return why readers do not find the attention that a value belongs to."""
     node = graph.by_name[cached.layer]
-    names = {path.rpartition(".")[2] for path in _children(graph, node)}
+    scopes = [child.scope.rpartition(".") for child in graph.nodes]
+    names = {name for parent, _, name in scopes if parent == node.scope}
     class_name = node.classes[0].rpartition(".")[2] if node.classes else ""
     is_attention = "attention" in class_name.lower()
     if is_attention and not names.isdisjoint(_PROJECTIONS):
@@ -155,13 +156,6 @@ def _module_refusal(graph: Graph, cached: CachedValue) -> Reason | None:
         f"of the class and by one of the layers {words}",
         _NO_CACHE,
     )
-
-
-def _children(graph: Graph, attention: Node) -> Iterator[str]:
-    """Yield the paths of the modules inside that of an attention."""
-    for node in graph.nodes:
-        if node.scope.rpartition(".")[0] == attention.scope:
-            yield node.scope
 
 
 def _stored_scale(tensor: QuantizedTensor, model: nn.Module, path: str) -> Tensor:
@@ -176,11 +170,10 @@ def _stored_scale(tensor: QuantizedTensor, model: nn.Module, path: str) -> Tenso
     text_config = config.get_text_config(decoder=True)
     heads = getattr(text_config, "num_key_value_heads", None)
     heads = heads or text_config.num_attention_heads
-    if len(scale) % heads:
-        why = f"{path} has {len(scale)} heads, and the config of the model {heads}"
-        raise cannot_store("compressed-tensors", why, _NO_CACHE)
-    by_head = scale.view(heads, -1)
-    if not torch.equal(by_head, by_head[:, :1].expand_as(by_head)):
+    why = f"{path} has {len(scale)} heads, and the config of the model {heads}"
+    if not len(scale) % heads:
+        by_head = scale.view(heads, -1)
+        if torch.equal(by_head, by_head[:, :1].expand_as(by_head)):
+            return by_head[:, 0].reshape(-1, 1, 1).contiguous()
         why = f"the heads of {path} are not in the order of the model's config"
-        raise cannot_store("compressed-tensors", why, _NO_CACHE)
-    return by_head[:, 0].reshape(-1, 1, 1).contiguous()
+    raise cannot_store("compressed-tensors", why, _NO_CACHE)

@@ -1,6 +1,6 @@
 """Describes a compressed-tensors checkpoint: layers as codes, tensors as values, the config."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -23,12 +23,13 @@ from quantizer.export.compressed_tensors.placement import (
 )
 from quantizer.export.compressed_tensors.schemes import CompressedLayer
 from quantizer.export.deployment import Deployment
+from quantizer.export.exporter import Exporter, Written
 from quantizer.export.model_tensors import cannot_store, model_of, parameter_values
 from quantizer.graph.ir import Graph
 from quantizer.graph.structure.language_parts import layers_behind_blocks
 from quantizer.nn.quantized_tensor import QuantizedTensor
 from quantizer.plan.model import TensorSpecs
-from quantizer.sources.hugging_face.unused_tensors import unused_tensors
+from quantizer.sources.hugging_face.deferred_checkpoint import unused_tensors
 
 TARGET_NAME = "compressed-tensors"
 _MIXED_FORMAT = "mixed-precision"
@@ -36,15 +37,23 @@ _MIXED_FORMAT = "mixed-precision"
 _FLOAT_FORMAT = "dense"
 # The class that most layers have, which their group names.
 _LINEAR_TARGET = "Linear"
-_HEAD_LIMITS = (
-    "SGLang, and vLLM before its pull request 37291, build heads in float and cannot load it; "
-    'exclude "kind:lm_head" for them'
-)
 # Samples, tokens and features.
-_BYTE_BITS = 8
 _AXES_OF_TOKENS = 3
-_MATRIX_AXES = 2
 _NO_CODES_REMEDY = "quantize it with another scale_type"
+
+
+class CheckpointExporter(Exporter[Written]):
+    """Writes a folder like `save_pretrained`, with the calibration's codes as weights."""
+
+    writes_folder = True
+
+    def value_layers(self, graph: Graph, specs: TensorSpecs) -> tuple[str, ...]:
+        """Return the embeddings and other layers that have no place for codes."""
+        return value_layers(specs, place_codes(graph, specs))
+
+    def plain_layers(self, graph: Graph) -> tuple[str, ...]:
+        """Return the poolers and classifiers behind the blocks."""
+        return layers_behind_blocks(graph)
 
 
 @dataclass(frozen=True)
@@ -89,13 +98,6 @@ class CompressedCheckpoint:
         return is_float and self.cache is None
 
     @property
-    def head_remarks(self) -> tuple[str, ...]:
-        """Return a sentence on a quantized head, which not all engines load."""
-        if self.head not in self.layers:
-            return ()
-        return (f"{self.head} is quantized: {_HEAD_LIMITS}",)
-
-    @property
     def schemes(self) -> list[tuple[dict[str, Any], list[str]]]:
         """Return the distinct schemes, each with its layers, the most frequent first."""
         groups: dict[str, tuple[dict[str, Any], list[str]]] = {}
@@ -120,18 +122,15 @@ class CompressedCheckpoint:
         for number, (scheme, paths) in enumerate(schemes):
             targets = [_LINEAR_TARGET]
             if len(schemes) > 1:
-                targets = group_targets(paths)
-                targets += self._fused_targets(paths)
-                targets.sort()
+                fused = [name for name, parts in self.fused.items() if {*parts} <= {*paths}]
+                targets = sorted([*group_targets(paths), *fused])
             elif self.head in paths:
                 targets.append(self.head)
             groups[f"group_{number}"] = scheme | {"targets": targets}
             formats.add(scheme["format"])
-        file_format = _MIXED_FORMAT
-        if len(formats) == 1:
-            file_format = formats.pop()
-        elif not formats:
-            file_format = _FLOAT_FORMAT
+        file_format = next(iter(formats), _FLOAT_FORMAT)
+        if len(formats) > 1:
+            file_format = _MIXED_FORMAT
         config: dict[str, Any] = {
             "quant_method": TARGET_NAME,
             "quantization_status": "compressed",
@@ -142,14 +141,6 @@ class CompressedCheckpoint:
         if self.cache is not None:
             config["kv_cache_scheme"] = self.cache.scheme
         return config
-
-    def _fused_targets(self, paths: Sequence[str]) -> list[str]:
-        """Return the names of fused layers whose parts are all among `paths`."""
-        names: list[str] = []
-        for name, parts in self.fused.items():
-            if set(parts) <= set(paths):
-                names.append(name)
-        return names
 
 
 def checkpoint_of_network(
@@ -170,10 +161,8 @@ def checkpoint_of_network(
         weight = solution.tensors[name, "weights"]
         if weight.codes is None:
             raise _without_codes(name, target)
-        input_tensor = None
-        if name in placement.inputs:
-            input_tensor = solution.tensors[placement.inputs[name]]
-        layer = CompressedLayer(weight, input_tensor)
+        key = placement.inputs.get(name)
+        layer = CompressedLayer(weight, None if key is None else solution.tensors[key])
         if node.scope in layers and not _is_equal(layers[node.scope], layer):
             why = f"{name} has other codes than another call of its module"
             raise cannot_store(target, why, "leave it out of the algorithms")
@@ -184,71 +173,55 @@ def checkpoint_of_network(
         stacks[path] = solution.tensors[name, "weights"]
     coded = {*placement.linears, *placement.experts}
     tensors = parameter_values(deployment, network, coded, target)
-    remarks = list(float_remarks(solution.specs, placement))
-    remarks += token_remarks(solution.specs, placement)
-    remarks += build_remarks(solution.specs, placement)
+    remarks = [
+        *float_remarks(solution.specs, placement),
+        *_token_remarks(solution.specs, placement),
+        *build_remarks(solution.specs, placement),
+    ]
     cache = compressed_cache(deployment.graph, solution.tensors, model)
     if cache is not None:
         remarks += cache.remarks
-    stored = StoredParts(layers, stacks, tensors, tuple(remarks), cache)
-    return complete_checkpoint(stored, model, deployment.graph)
-
-
-@dataclass(frozen=True)
-class StoredParts:
-    """Holds what a checkpoint stores of a model.
-
-    Attributes:
-        layers: those stored as codes, by their paths, each with factors of its own.
-        stacks: the quantized tensors of experts by path.
-        tensors: the model's, by name.
-        remarks: notes for the user.
-        cache: the quantized key-value cache; None if it is float.
-    """
-
-    layers: Mapping[str, CompressedLayer]
-    stacks: Mapping[str, QuantizedTensor]
-    tensors: Mapping[str, Tensor]
-    remarks: tuple[str, ...]
-    cache: CompressedCache | None = None
+    checkpoint = complete_checkpoint(layers, tensors, remarks, model, deployment.graph)
+    return with_experts(replace(checkpoint, cache=cache), model, stacks)
 
 
 def complete_checkpoint(
-    stored: StoredParts, model: nn.Module, graph: Graph
+    layers: Mapping[str, CompressedLayer],
+    tensors: Mapping[str, Tensor],
+    remarks: Iterable[str],
+    model: nn.Module,
+    graph: Graph,
 ) -> CompressedCheckpoint:
-    """Return the checkpoint of these parts. Layers that engines fuse get one factor.
+    """Return the checkpoint of a model without experts. Layers that are fused get one factor.
 
-    Raises:
-        UsageError: the format has no layout for the experts of this model.
+    Args:
+        layers: those stored as codes, by their paths, each with factors of its own.
+        tensors: the model's, by name.
+        remarks: notes for the user.
+        model: the float model.
+        graph: of the model.
     """
     unused = unused_tensors(model)
-    checkpoint = CompressedCheckpoint(
-        with_shared_factors(graph, stored.layers),
-        stored.tensors,
-        (*linears_of(model), *_matrices(unused)),
-        (
-            *stored.remarks,
-            *partial_block_remarks(graph, stored.layers),
-            *plain_layer_remarks(graph, stored.layers),
-        ),
-        head_of(model),
+    return CompressedCheckpoint(
+        with_shared_factors(graph, layers),
+        tensors,
+        (*_linears_of(model), *_matrices(unused)),
+        (*remarks, *partial_block_remarks(graph, layers), *_plain_layer_remarks(graph, layers)),
+        _head_of(model),
         fused_names(graph),
-        stored.cache,
-        unused,
+        unused=unused,
     )
-    return with_experts(checkpoint, model, stored.stacks)
 
 
-def plain_layer_remarks(graph: Graph, layers: Mapping[str, CompressedLayer]) -> tuple[str, ...]:
-    """Return a sentence on quantized layers that some engines build in float."""
+def _plain_layer_remarks(graph: Graph, layers: Mapping[str, CompressedLayer]) -> Iterator[str]:
+    """Yield a sentence on quantized layers that some engines build in float."""
     paths = [graph.by_name[name].scope for name in layers_behind_blocks(graph)]
     quantized = [path for path in paths if path in layers]
-    if not quantized:
-        return ()
-    return (
-        f"vLLM builds {first_names(quantized)} in float, as poolers and classifiers behind the "
-        "blocks of a model, and cannot load them quantized; exclude them for it",
-    )
+    if quantized:
+        yield (
+            f"vLLM builds {first_names(quantized)} in float, as poolers and classifiers behind "
+            "the blocks of a model, and cannot load them quantized; exclude them for it"
+        )
 
 
 def with_experts(
@@ -294,19 +267,18 @@ def _without_codes(name: str, target: str) -> UsageError:
     return cannot_store(target, why, _NO_CODES_REMEDY)
 
 
-def float_remarks(specs: TensorSpecs, placement: CodePlacement) -> tuple[str, ...]:
-    """Return a sentence on layers whose quantized weights are not codes, if there are any."""
+def float_remarks(specs: TensorSpecs, placement: CodePlacement) -> Iterator[str]:
+    """Yield a sentence on layers whose quantized weights are not codes, if there are any."""
     layers = value_layers(specs, placement)
-    if not layers:
-        return ()
-    return (
-        f"rounded, but stored as floats, which saves nothing: {first_names(layers)}; `exclude` "
-        "keeps their accuracy",
-    )
+    if layers:
+        yield (
+            f"rounded, but stored as floats, which saves nothing: {first_names(layers)}; "
+            "`exclude` keeps their accuracy"
+        )
 
 
-def build_remarks(specs: TensorSpecs, placement: CodePlacement) -> tuple[str, ...]:
-    """Return a sentence for each form that vLLM's CPU build has no kernels for.
+def build_remarks(specs: TensorSpecs, placement: CodePlacement) -> Iterator[str]:
+    """Yield a sentence for each form that vLLM's CPU build has no kernels for.
 
     Source: vLLM 0.32, which refuses both when it loads a folder.
     """
@@ -314,19 +286,19 @@ def build_remarks(specs: TensorSpecs, placement: CodePlacement) -> tuple[str, ..
     for layer in placement.linears:
         weight = specs[layer, "weights"]
         key = placement.inputs.get(layer)
-        is_byte = weight.dtype == "int" and weight.bit_width == _BYTE_BITS
+        is_byte = weight.dtype == "int" and weight.bit_width == 8
         if key is None and is_byte:
             forms["int8 weights with float inputs"] = None
         if key is not None and specs[key].dtype.startswith("fp8") and not specs[key].is_dynamic:
             forms["fp8 inputs with static scales"] = None
-    return tuple(
-        f"for vLLM on GPUs: its CPU build has no kernels for {form}, and refuses the folder"
-        for form in forms
-    )
+    for form in forms:
+        yield (
+            f"for vLLM on GPUs: its CPU build has no kernels for {form}, and refuses the folder"
+        )
 
 
-def token_remarks(specs: TensorSpecs, placement: CodePlacement) -> tuple[str, ...]:
-    """Return a sentence on layers for whose tokens transformers does not find separate scales.
+def _token_remarks(specs: TensorSpecs, placement: CodePlacement) -> Iterator[str]:
+    """Yield a sentence on layers for whose tokens transformers does not find separate scales.
 
     It keeps the first two axes of an input, whatever the number of axes.
     """
@@ -335,47 +307,39 @@ def token_remarks(specs: TensorSpecs, placement: CodePlacement) -> tuple[str, ..
         is_by_token = specs[key].is_dynamic and specs[key].qscheme == "per_token"
         if is_by_token and placement.linears[layer].rank != _AXES_OF_TOKENS:
             layers.append(layer)
-    if not layers:
-        return ()
-    return (
-        f"the inputs of {first_names(layers)} do not have {_AXES_OF_TOKENS} axes: transformers "
-        "finds one scale for several tokens there, and engines one for each",
-    )
+    if layers:
+        yield (
+            f"the inputs of {first_names(layers)} do not have {_AXES_OF_TOKENS} axes: "
+            "transformers finds one scale for several tokens there, and engines one for each"
+        )
 
 
-def linears_of(model: nn.Module) -> tuple[str, ...]:
-    """Return the paths of all linear modules."""
-    paths: list[str] = []
+def _linears_of(model: nn.Module) -> Iterator[str]:
+    """Yield the paths of all linear modules."""
     for path, module in model.named_modules(remove_duplicate=False):
         if isinstance(module, nn.Linear):
-            paths.append(path)
-    return tuple(paths)
+            yield path
 
 
 def _matrices(tensors: Mapping[str, Tensor]) -> Iterator[str]:
     """Yield the paths of layers that engines may take for linear ones."""
     for name, tensor in tensors.items():
         path, _, part = name.rpartition(".")
-        if part == "weight" and tensor.dim() == _MATRIX_AXES:
+        if part == "weight" and tensor.dim() == 2:
             yield path
 
 
-def head_of(model: nn.Module) -> str:
+def _head_of(model: nn.Module) -> str:
     """Return the path of the layer that makes a language model's logits; empty if none does."""
     get_head: Any = getattr(model, "get_output_embeddings", None)
     head = None if get_head is None else get_head()
-    paths: dict[int, str] = {}
-    for path, module in model.named_modules():
-        paths[id(module)] = path
+    paths: dict[int, str] = {id(module): path for path, module in model.named_modules()}
     return paths.get(id(head), "")
 
 
 def _is_equal(first: CompressedLayer, second: CompressedLayer) -> bool:
     """Return whether two calls of a module are quantized alike."""
-    if first.scheme != second.scheme:
-        return False
-    second_tensors = second.tensors()
-    for name, value in first.tensors().items():
-        if not torch.equal(second_tensors[name], value):
-            return False
-    return True
+    others = second.tensors()
+    return first.scheme == second.scheme and all(
+        torch.equal(others[name], value) for name, value in first.tensors().items()
+    )

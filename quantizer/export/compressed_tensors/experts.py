@@ -8,6 +8,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
+from itertools import chain
 from typing import Any
 
 import torch
@@ -42,16 +43,10 @@ class Mixture:
 
     def stored_except_experts(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return what `stored` returns, but leave the tensors of experts as they are."""
-        prefixes: list[str] = []
-        for path, module in self.model.named_modules():
-            if is_of_experts(module):
-                prefixes.append(f"{path}.")
-        experts: dict[str, Tensor] = {}
-        others: dict[str, Tensor] = {}
-        for name, tensor in tensors.items():
-            is_of_expert = name.startswith(tuple(prefixes))
-            group = experts if is_of_expert else others
-            group[name] = tensor
+        modules = self.model.named_modules()
+        prefixes = tuple(f"{path}." for path, module in modules if is_of_experts(module))
+        experts = {name: tensors[name] for name in tensors if name.startswith(prefixes)}
+        others = {name: tensors[name] for name in tensors if name not in experts}
         return experts | self.stored(others)
 
     def path(self, path: str) -> str:
@@ -109,22 +104,15 @@ def are_stored_as_one(node: Node) -> bool:
     conversions: Any = get_checkpoint_conversion_mapping(family)  # type: ignore[no-untyped-call]
     if conversions is None:
         return family in CONFIG_MAPPING
-    for conversion in conversions:
-        operations = getattr(conversion, "operations", ())
-        if any(type(operation).__name__ == _STACKING for operation in operations):
-            return False
-    return True
+    operations = [getattr(conversion, "operations", ()) for conversion in conversions]
+    names = {type(operation).__name__ for operation in chain.from_iterable(operations)}
+    return _STACKING not in names
 
 
 def group_targets(paths: Sequence[str]) -> list[str]:
     """Return what names layers in a config; one pattern stands for all experts."""
     pattern = re.compile(_EXPERT_PATTERN.removeprefix("re:"))
-    targets: set[str] = set()
-    for path in paths:
-        is_of_expert = pattern.fullmatch(path) is not None
-        target = _EXPERT_PATTERN if is_of_expert else path
-        targets.add(target)
-    return sorted(targets)
+    return sorted({_EXPERT_PATTERN if pattern.fullmatch(path) else path for path in paths})
 
 
 def _part(stack: QuantizedTensor, rows: Tensor, experts: int) -> QuantizedTensor:

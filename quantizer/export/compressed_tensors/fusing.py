@@ -6,6 +6,7 @@ with one scheme, and take the largest `weight_global_scale` for all of its rows.
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from itertools import chain
 
 import torch
 
@@ -47,21 +48,17 @@ def fused_refusals(
         inputs: the key of the tensor that each of them quantizes as its input.
     """
     for group in fused_layers(graph):
-        coded = [layer for layer in group if layer in linears]
+        coded = {layer: _words(specs, inputs, layer) for layer in group if layer in linears}
         if not coded:
             continue
-        first = coded[0]
-        expected = _words(specs, inputs, first)
+        first = next(iter(coded))
+        path = graph.by_name[first].scope
         for layer in group:
-            if layer not in linears:
-                why = "stays float"
-            elif _words(specs, inputs, layer) != expected:
-                why = "has another scheme"
-            else:
-                continue
-            path = graph.by_name[first].scope
-            text = f"{why} than {path}" if layer in linears else f"{why}, unlike {path}"
-            yield Refusal(f"{text}, and engines fuse both", _HELP, layer, "weights")
+            why = f"has another scheme than {path}"
+            if layer not in coded:
+                why = f"stays float, unlike {path}"
+            if coded.get(layer) != coded[first]:
+                yield Refusal(f"{why}, and engines fuse both", _HELP, layer, "weights")
 
 
 def with_shared_factors(
@@ -96,24 +93,20 @@ def with_shared_factors(
     return shared
 
 
-def partial_block_remarks(
-    graph: Graph, layers: Mapping[str, CompressedLayer]
-) -> tuple[str, ...]:
-    """Return a sentence on fused layers that end within a block, if there are any: the blocks
+def partial_block_remarks(graph: Graph, layers: Mapping[str, CompressedLayer]) -> Iterator[str]:
+    """Yield a sentence on fused layers that end within a block, if there are any: the blocks
     of the next layer would begin there.
     """
     cut: list[str] = []
-    for group in fused_layers(graph):
-        for name in group:
-            layer = layers.get(graph.by_name[name].scope)
-            if layer is None or layer.weight.spec.qscheme != "per_block":
-                continue
-            rows = graph.weight(graph.by_name[name]).shape[0]
-            if rows % (layer.weight.spec.group_size or 1):
-                cut.append(graph.by_name[name].scope)
-    if not cut:
-        return ()
-    return (f"{first_names(cut)} end within a block: {_WHOLE_BLOCKS}",)
+    for name in chain.from_iterable(fused_layers(graph)):
+        node = graph.by_name[name]
+        if node.scope in layers:
+            spec = layers[node.scope].weight.spec
+            rows = graph.weight(node).shape[0]
+            if spec.qscheme == "per_block" and rows % (spec.group_size or 1):
+                cut.append(node.scope)
+    if cut:
+        yield f"{first_names(cut)} end within a block: {_WHOLE_BLOCKS}"
 
 
 def fused_names(graph: Graph) -> dict[str, tuple[str, ...]]:

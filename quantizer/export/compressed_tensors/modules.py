@@ -13,10 +13,10 @@ from quantizer.export.agreement import Verification
 from quantizer.export.compressed_tensors.checkpoint import (
     TARGET_NAME,
     CompressedCheckpoint,
-    StoredParts,
     build_remarks,
     complete_checkpoint,
     float_remarks,
+    with_experts,
 )
 from quantizer.export.compressed_tensors.placement import CodePlacement, place_codes
 from quantizer.export.compressed_tensors.schemes import CompressedLayer
@@ -95,10 +95,8 @@ def _checkpoint_of_modules(model: nn.Module) -> CompressedCheckpoint:
         ModelError: it has none.
         UsageError: the format cannot say how one is quantized.
     """
-    quantized: dict[str, InPlace] = {}
-    for path, module in model.named_modules():
-        if isinstance(module, InPlace):
-            quantized[path] = module
+    modules = model.named_modules()
+    quantized = {path: module for path, module in modules if isinstance(module, InPlace)}
     if not quantized:
         raise ModelError(
             "the model has no quantized layer",
@@ -111,18 +109,17 @@ def _checkpoint_of_modules(model: nn.Module) -> CompressedCheckpoint:
     layers: dict[str, CompressedLayer] = {}
     for name, node in placement.linears.items():
         layers[node.scope] = _layer(quantized[node.scope], name, placement)
-    tensors = state_of(model)
-    quantizer_prefixes = tuple(f"{path}.quantizers." for path in quantized)
-    for name in list(tensors):
-        if name.startswith(quantizer_prefixes):
-            del tensors[name]
+    prefixes = tuple(f"{path}.quantizers." for path in quantized)
+    state = state_of(model).items()
+    tensors = {name: tensor for name, tensor in state if not name.startswith(prefixes)}
     stacks: dict[str, QuantizedTensor] = {}
     for node in placement.experts.values():
         path = node.params["weight"].partition("@")[0]
         stacks[path] = _stack(quantized[node.scope], node)
-    remarks = float_remarks(specs, placement) + build_remarks(specs, placement)
-    stored = StoredParts(layers, stacks, tensors, remarks)
-    return complete_checkpoint(stored, model, graph)
+    remarks = [*float_remarks(specs, placement), *build_remarks(specs, placement)]
+    return with_experts(
+        complete_checkpoint(layers, tensors, remarks, model, graph), model, stacks
+    )
 
 
 def _specs(graph: Graph, quantized: Mapping[str, InPlace]) -> dict[Key, QuantizationSpec]:
@@ -169,10 +166,11 @@ def _layer(module: InPlace, name: str, placement: CodePlacement) -> CompressedLa
     Raises:
         UsageError: no codes give the weight back.
     """
-    tensors: dict[str, QuantizedTensor] = {}
-    for role, quantizer in module.quantizers.items():
-        if isinstance(quantizer, TensorQuantizer):
-            tensors[role] = quantizer.tensor
+    tensors = {
+        role: quantizer.tensor
+        for role, quantizer in module.quantizers.items()
+        if isinstance(quantizer, TensorQuantizer)
+    }
     weight = tensors["weights"].encoded(module.get_parameter("weight"))
     if weight.codes is None:
         raise UsageError(
@@ -180,6 +178,4 @@ def _layer(module: InPlace, name: str, placement: CodePlacement) -> CompressedLa
             "quantized",
             help="export the model as quantize_model returned it",
         )
-    if name not in placement.inputs:
-        return CompressedLayer(weight)
-    return CompressedLayer(weight, tensors.get("input"))
+    return CompressedLayer(weight, tensors.get("input") if name in placement.inputs else None)

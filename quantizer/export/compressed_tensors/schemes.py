@@ -14,7 +14,9 @@ from quantizer.config.model import QuantizationSpec
 from quantizer.export.stored_weights import is_symmetric, scales_by_row
 from quantizer.nn.quantized_tensor import QuantizedTensor
 from quantizer.numerics.codes import pack, pack_bits
+from quantizer.numerics.qparams import qparams_from_range
 from quantizer.numerics.two_level import global_scale_of, pack_scales
+from quantizer.observers import code_range_of
 
 PACKED_FORMAT = "pack-quantized"
 _INT8_FORMAT = "int-quantized"
@@ -63,12 +65,10 @@ class CompressedLayer:
     @property
     def scheme(self) -> dict[str, Any]:
         """Return its group in `config_groups`, without the targets."""
-        input_activations = None
-        if self.input is not None:
-            input_activations = _input_scheme(self.input.spec)
+        inputs = self.input
         return {
             "weights": _weight_scheme(self.weight.spec, self.weight.scale),
-            "input_activations": input_activations,
+            "input_activations": None if inputs is None else _input_scheme(inputs.spec),
             "format": self.format,
         }
 
@@ -85,13 +85,13 @@ class CompressedLayer:
             tensors = _fp4_layout(weight, weight.codes, self.global_scale)
         else:
             tensors = _LAYOUTS[self.format](weight, weight.codes)
-        if self.input is not None and self.input.spec.is_dynamic == "local":
-            factor = global_scale_of(self.input.scale)
-            tensors["input_global_scale"] = factor.reshape(1)
-        if self.input is not None and not self.input.spec.is_dynamic:
-            tensors["input_scale"] = self.input.scale.reshape(1)
-            if not is_symmetric(self.input.spec):
-                zero_point = _as_signed(self.input.zero_point, self.input.spec)
+        inputs = self.input
+        if inputs is not None and inputs.spec.is_dynamic == "local":
+            tensors["input_global_scale"] = global_scale_of(inputs.scale).reshape(1)
+        if inputs is not None and not inputs.spec.is_dynamic:
+            tensors["input_scale"] = inputs.scale.reshape(1)
+            if not is_symmetric(inputs.spec):
+                zero_point = _as_signed(inputs.zero_point, inputs.spec)
                 tensors["input_zero_point"] = zero_point.reshape(1)
         return tensors
 
@@ -105,11 +105,9 @@ def engine_words(weight: QuantizationSpec, inputs: QuantizationSpec | None) -> t
     """
     words: list[Any] = []
     for spec in (weight, inputs):
-        if spec is None:
-            words.append(None)
-            continue
-        words.append((spec.dtype, spec.bit_width, is_symmetric(spec), spec.is_dynamic))
-        words.append((spec.qscheme, spec.group_size, spec.scale_type))
+        if spec is not None:
+            words += [spec.dtype, spec.bit_width, is_symmetric(spec), spec.is_dynamic]
+            words += [spec.qscheme, spec.group_size, spec.scale_type]
     return tuple(words)
 
 
@@ -121,11 +119,9 @@ def _weight_scheme(spec: QuantizationSpec, scale: Tensor) -> dict[str, Any]:
     scheme["dynamic"] = False
     scheme["strategy"] = "channel"
     scheme["group_size"] = None
-    if spec.dtype == "fp4" and spec.scale_type == "e4m3":
-        scheme["strategy"] = "tensor_group"
-        scheme["group_size"] = spec.group_size
-    elif has_groups:
-        scheme["strategy"] = "group"
+    if has_groups:
+        is_nvfp4 = spec.dtype == "fp4" and spec.scale_type == "e4m3"
+        scheme["strategy"] = "tensor_group" if is_nvfp4 else "group"
         scheme["group_size"] = spec.group_size
     elif spec.qscheme == "per_block":
         scheme["strategy"] = "block"
@@ -200,8 +196,8 @@ def _fp8_layout(weight: QuantizedTensor, codes: Tensor) -> dict[str, Tensor]:
 
 def _mxfp8_layout(weight: QuantizedTensor, codes: Tensor) -> dict[str, Tensor]:
     """Return codes with scales that are exponents plus 127."""
-    parts = pack_scales(weight.scale, weight.spec.scale_type)
-    return {"weight": codes, "weight_scale": parts["scale"]}
+    scales = pack_scales(weight.scale, weight.spec.scale_type)
+    return {"weight": codes, "weight_scale": scales["scale"]}
 
 
 def _fp4_layout(
@@ -250,3 +246,19 @@ def _as_signed(codes: Tensor, spec: QuantizationSpec) -> Tensor:
 
 def _middle(spec: QuantizationSpec) -> int:
     return 1 << (spec.bit_width - 1)
+
+
+def scale_difference(spec: QuantizationSpec) -> str | None:
+    """Return how the dynamic scale of a spec differs from the reader's, None if it does not.
+
+    The reader divides half the range by half the number of codes, or by the largest fp8.
+    """
+    low, high = torch.tensor(-1.0), torch.tensor(1.0)
+    scale = qparams_from_range(low, high, code_range_of(spec)).scale
+    reader_divisor = 127.5 if spec.dtype == "int" else 448.0
+    if scale == torch.tensor(1 / reader_divisor):
+        return None
+    return (
+        f"is dynamic with the scale absmax / {1 / float(scale):g}, and readers have absmax / "
+        f"{reader_divisor:g}"
+    )

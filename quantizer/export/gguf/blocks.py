@@ -1,7 +1,7 @@
 """Stores a weight in the blocks of a GGUF file: scales as float16, codes as bytes.
 
-Source: ggml's block_q4_0 to block_q8_0; tests compare with the package gguf. Other blocks are
-in `super_blocks`.
+Source: ggml's block_q4_0 to block_q8_0 and block_q4_K to block_iq4_nl; tests compare with the
+package gguf.
 """
 
 from dataclasses import dataclass, replace
@@ -10,13 +10,19 @@ import torch
 from torch import Tensor
 
 from quantizer.config.model import QuantizationSpec
-from quantizer.export.exporter import Reason
-from quantizer.export.gguf.super_blocks import packed_levels, packed_super_blocks
+from quantizer.export.exporter import GROUPS_OF_INPUTS, SCALES_OF_OUTPUTS, Limit, Reason, beyond
 from quantizer.export.stored_weights import is_symmetric, scales_by_row
 from quantizer.nn.quantized_tensor import QuantizedTensor
 from quantizer.numerics.codes import pack_bits
+from quantizer.numerics.formats import format_named
 from quantizer.numerics.granularity import from_rows, to_rows
 from quantizer.numerics.qparams import QParams
+from quantizer.numerics.superblocks import (
+    SUPERBLOCK,
+    SUPERBLOCKS,
+    ScaleCodes,
+    split_superblocks,
+)
 
 GGUF_BLOCK = 32
 """How many consecutive inputs share a scale."""
@@ -27,6 +33,8 @@ _HALF_EXPONENT = 24
 _LARGEST_HALF = 65504.0
 _NIBBLE = 4
 """The bits of half a byte."""
+_LOW = 15
+"""Those of the low half."""
 
 
 @dataclass(frozen=True)
@@ -85,40 +93,41 @@ def block_refusal(spec: QuantizationSpec, inputs: int) -> Reason | None:
             f"has {inputs} inputs, and blocks {GGUF_BLOCK} each",
             "exclude the layer, which keeps it in float",
         )
-    if spec.dtype in _TYPES_OF_FORMATS:
-        if spec.ch_axis == 1:
-            return None
-        return "has groups of outputs", "set its ch_axis to 1"
-    if spec.dtype != "int":
-        return (
-            f"is {spec.dtype}, which blocks do not hold",
-            "use int4, int5, int8, q4_k, q5_k, q6_k or iq4_nl (`quantizer init "
-            "--strategy gguf_q8_0`)",
-        )
-    if block_type(spec) is None and is_symmetric(spec):
-        return (
-            f"has {spec.bit_width} bits, and blocks 4, 5 or 8",
-            "set its width to 8 bits or less",
-        )
-    if block_type(spec) is None:
-        return (
-            f"has {spec.bit_width} bits and a zero point, and blocks with a minimum 4 or 5",
-            "set its symmetric to true, or its dtype to uint4 or uint5 (`quantizer init "
-            "--strategy gguf_q4_1`)",
-        )
-    if spec.qscheme == "per_channel" and spec.ch_axis != 0:
-        return "has a scale for each input", "set its ch_axis to 0"
-    if spec.qscheme != "per_group":
-        return None
-    if spec.ch_axis != 1:
-        return "has groups of outputs", "set its ch_axis to 1"
-    group_size = spec.group_size or -1
-    if group_size > 0 and group_size % GGUF_BLOCK:
-        return (
-            f"has groups of {group_size}, and blocks {GGUF_BLOCK} inputs",
-            f"set its group_size to {GGUF_BLOCK}",
-        )
-    return None
+    return beyond(_LIMITS, spec)
+
+
+_LIMITS = (
+    Limit(
+        lambda spec: spec.dtype in ("int", *_TYPES_OF_FORMATS),
+        "is {spec.dtype}, which blocks do not hold",
+        "use int4, int5, int8, q4_k, q5_k, q6_k or iq4_nl (`quantizer init --strategy "
+        "gguf_q8_0`)",
+    ),
+    Limit(
+        lambda spec: block_type(spec) is not None or not is_symmetric(spec),
+        "has {spec.bit_width} bits, and blocks 4, 5 or 8",
+        "set its width to 8 bits or less",
+    ),
+    Limit(
+        lambda spec: block_type(spec) is not None,
+        "has {spec.bit_width} bits and a zero point, and blocks with a minimum 4 or 5",
+        "set its symmetric to true, or its dtype to uint4 or uint5 (`quantizer init --strategy "
+        "gguf_q4_1`)",
+    ),
+    SCALES_OF_OUTPUTS,
+    GROUPS_OF_INPUTS,
+    Limit(
+        lambda spec: spec.dtype != "int" or not _has_other_groups(spec),
+        "has groups of {spec.group_size}, and blocks " + f"{GGUF_BLOCK} inputs",
+        f"set its group_size to {GGUF_BLOCK}",
+    ),
+)
+
+
+def _has_other_groups(spec: QuantizationSpec) -> bool:
+    """Return whether groups are no whole blocks."""
+    size = spec.group_size or -1
+    return spec.qscheme == "per_group" and size > 0 and size % GGUF_BLOCK != 0
 
 
 def with_float16_scale(tensor: QuantizedTensor) -> QuantizedTensor:
@@ -131,15 +140,12 @@ def with_float16_scale(tensor: QuantizedTensor) -> QuantizedTensor:
     Raises:
         ValueError: the tensor has no codes.
     """
-    spec, codes = tensor.spec, tensor.codes
-    if codes is None:
-        raise ValueError("Only a weight that was encoded can be stored in blocks.")
+    spec, codes = tensor.spec, _codes_of(tensor)
     if spec.scale_type == "superblock":
         return tensor
-    if spec.dtype in _TYPES_OF_FORMATS:
-        half_scale = short_scale(tensor.scale, tensor.zero_point)
-        return replace(tensor, scale=half_scale)
     scale = short_scale(tensor.scale, tensor.zero_point)
+    if spec.dtype != "int":
+        return replace(tensor, scale=scale)
     if torch.equal(scale, tensor.scale):
         return tensor
     ratio = (tensor.scale / scale).reshape(-1, 1)
@@ -189,16 +195,17 @@ def packed_blocks(tensor: QuantizedTensor) -> Tensor:
     its high half. 8-bit codes are bytes of their own.
 
     Raises:
-        ValueError: the weight has no codes, or no type can hold them.
+        ValueError: the weight has no codes.
     """
     if tensor.spec.scale_type == "superblock":
         return packed_super_blocks(tensor)
-    if tensor.spec.dtype in _TYPES_OF_FORMATS:
+    if tensor.spec.dtype != "int":
         return packed_levels(tensor)
+    codes = _codes_of(tensor)
+    codes = codes.view(len(codes), -1, GGUF_BLOCK)
     kind = block_type(tensor.spec)
-    if tensor.codes is None or kind is None:
-        raise ValueError("Only a weight that was encoded in integers can be stored in blocks.")
-    codes = tensor.codes.view(len(tensor.codes), -1, GGUF_BLOCK)
+    # The target refuses other weights
+    assert kind is not None
     scale = _by_block(tensor.scale, codes)
     parts = [_half_bytes(scale)]
     if kind.has_minimum:
@@ -210,9 +217,15 @@ def packed_blocks(tensor: QuantizedTensor) -> Tensor:
     unsigned = (codes.int() + offset).to(torch.uint8)
     if kind.bits > _NIBBLE:
         parts.append(pack_bits(unsigned >> _NIBBLE, 1))
-    low, high = torch.split(unsigned & 15, GGUF_BLOCK // 2, -1)
+    low, high = torch.split(unsigned & _LOW, GGUF_BLOCK // 2, -1)
     parts.append(low | high << _NIBBLE)
     return torch.cat(parts, -1).flatten(1)
+
+
+def _codes_of(tensor: QuantizedTensor) -> Tensor:
+    if tensor.codes is None:
+        raise ValueError("Only a weight that was encoded can be stored in blocks.")
+    return tensor.codes
 
 
 def _by_block(values: Tensor, codes: Tensor) -> Tensor:
@@ -225,3 +238,99 @@ def _by_block(values: Tensor, codes: Tensor) -> Tensor:
 def _half_bytes(values: Tensor) -> Tensor:
     """Return values as float16, little endian."""
     return values.half().view(torch.uint8)
+
+
+def packed_super_blocks(tensor: QuantizedTensor) -> Tensor:
+    """Return the bytes of a weight in super-blocks, a row for each of its rows.
+
+    Raises:
+        ValueError: it has scales that super-blocks cannot store.
+    """
+    codes = _codes_of(tensor)
+    by_block = codes.reshape(-1, SUPERBLOCK)
+    layout = SUPERBLOCKS[tensor.spec.dtype]
+    scales, factor = _split(tensor.scale, layout.scales, layout.groups)
+    if layout.minima is None:
+        parts = _with_signed_scales(by_block, scales, factor)
+    else:
+        minima, minimum_factor = _split(tensor.zero_point, layout.minima, layout.groups)
+        factors = _half_bytes(torch.cat([factor, minimum_factor], 1))
+        parts = [factors, _six_bits(scales.to(torch.uint8), minima.to(torch.uint8))]
+        parts += _with_minimum(by_block.view(torch.uint8), format_named(tensor.spec.dtype).bits)
+    return torch.cat(parts, 1).reshape(len(codes), -1)
+
+
+def _split(numbers: Tensor, codes: ScaleCodes, groups: int) -> tuple[Tensor, Tensor]:
+    """Return the codes and factors of scales.
+
+    Raises:
+        ValueError: no codes give the scales back.
+    """
+    stored, factor = split_superblocks(numbers, codes, groups)
+    if not torch.equal((stored * factor).float(), numbers.reshape(stored.shape)):
+        raise ValueError("The scales are not multiples of a float16 of their super-block.")
+    return stored, factor
+
+
+def _six_bits(scales: Tensor, minima: Tensor) -> Tensor:
+    """Return 8 scales and 8 minima of 6 bits as 12 bytes. The last four of each are divided
+    over two bytes.
+    """
+    first_scales, last_scales = torch.split(scales, 4, 1)
+    first_minima, last_minima = torch.split(minima, 4, 1)
+    return torch.cat(
+        [
+            first_scales | last_scales >> 4 << 6,
+            first_minima | last_minima >> 4 << 6,
+            last_scales & _LOW | (last_minima & _LOW) << _NIBBLE,
+        ],
+        1,
+    )
+
+
+def _with_minimum(codes: Tensor, bits: int) -> list[Tensor]:
+    """Return the bytes of codes from 0 on: the fifth bits of 5-bit codes, and the other four.
+
+    The bits of a byte are of the codes at one place in all runs; a byte of the other four bits
+    has those of two runs.
+    """
+    runs = codes.view(len(codes), -1, GGUF_BLOCK)
+    parts = []
+    if bits > _NIBBLE:
+        high = torch.zeros_like(runs[:, 0])
+        for number, run in enumerate((runs >> _NIBBLE).unbind(1)):
+            high |= run << number
+        parts.append(high)
+    low = runs & _LOW
+    parts.append((low[:, 0::2] | low[:, 1::2] << _NIBBLE).flatten(1))
+    return parts
+
+
+def _with_signed_scales(codes: Tensor, scales: Tensor, factor: Tensor) -> list[Tensor]:
+    """Return the bytes of 6-bit codes, of their scales and of the factor.
+
+    Each half of a super-block has four runs.
+    """
+    unsigned = (codes + 32).view(torch.uint8)
+    first, second, third, fourth = unsigned.view(-1, 2, 4, GGUF_BLOCK).unbind(2)
+    low = torch.cat(
+        [first & _LOW | (third & _LOW) << _NIBBLE, second & _LOW | (fourth & _LOW) << _NIBBLE],
+        2,
+    )
+    high = first >> 4 | second >> 4 << 2 | third >> 4 << 4 | fourth >> 4 << 6
+    scale_bytes = scales.to(torch.int8).view(torch.uint8)
+    return [low.flatten(1), high.flatten(1), scale_bytes, _half_bytes(factor)]
+
+
+def packed_levels(tensor: QuantizedTensor) -> Tensor:
+    """Return the rows of a weight in blocks with a float16 and numbers of levels as bytes,
+    uint8 [outputs, bytes].
+    """
+    codes = _codes_of(tensor)
+    levels = torch.tensor(format_named(tensor.spec.dtype).levels).to(codes.dtype)
+    numbers = torch.bucketize(codes, levels, out_int32=True).to(torch.uint8)
+    by_block = numbers.reshape(-1, GGUF_BLOCK)
+    low, high = torch.split(by_block, GGUF_BLOCK // 2, 1)
+    pairs = torch.stack([low, high], -1)
+    parts = [_half_bytes(tensor.scale.reshape(-1, 1)), pack_bits(pairs, _NIBBLE).flatten(1)]
+    return torch.cat(parts, 1).reshape(len(codes), -1)

@@ -3,24 +3,28 @@
 Weights are blocks of codes, activations are float.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
+import gguf
 import torch
-from torch import nn
+import transformers
+from torch import Tensor, nn
 
 from quantizer.calibration.solution import Solution
-from quantizer.export.agreement import Verification
+from quantizer.config.model import CAST_ONLY
+from quantizer.config.roles import base_role, is_parameter
+from quantizer.errors import VerificationError, first_line
+from quantizer.export.agreement import Verification, verify
 from quantizer.export.deployment import Deployment
-from quantizer.export.exporter import Exporter, Refusal
+from quantizer.export.exporter import Exporter, Reason, Refusal
 from quantizer.export.gguf.architectures import outline_of_architecture
-from quantizer.export.gguf.blocks import with_float16_scale
+from quantizer.export.gguf.blocks import block_refusal, with_float16_scale
 from quantizer.export.gguf.file import Outline, stored_tensors, write_gguf
-from quantizer.export.gguf.placement import BlockPlacement, place_blocks
 from quantizer.export.gguf.template import outline_of_template
-from quantizer.export.gguf.verify import GgufFile, verify_gguf
 from quantizer.export.hugging_face_folder import model_config
 from quantizer.export.model_tensors import (
     CHANGE_REMEDY,
@@ -31,15 +35,22 @@ from quantizer.export.model_tensors import (
     state_of,
     with_scales_of_file,
 )
-from quantizer.export.transformers_verify import expected_calls
-from quantizer.graph.ir import Graph
+from quantizer.export.stored_weights import insertion_refusals, value_refusal
+from quantizer.export.transformers_verify import (
+    READER_HELP,
+    ExpectedCall,
+    expected_calls,
+    require_all_keys,
+    verify_calls,
+)
+from quantizer.graph.ir import Graph, Node
+from quantizer.nn.network import Network
 from quantizer.nn.quantized_tensor import QuantizedTensor
 from quantizer.option_words import Sentence
 from quantizer.plan.model import TensorSpecs
+from quantizer.sources.hugging_face.loader import read_checkpoint
 
 _TARGET = "gguf"
-_GENERATING = "AutoModelForCausalLM"
-_HEADLESS = "AutoModel"
 _NO_LANGUAGE_MODEL = Refusal(
     "holds language models, and this model has no embedding of tokens",
     "<--deploy onnx, pt2 and safetensors> hold any network",
@@ -47,6 +58,31 @@ _NO_LANGUAGE_MODEL = Refusal(
 _ROUNDED = Sentence(
     "its scales are rounded to float16; test mode with <--deploy gguf> computes with these"
 )
+_ACTIVATION = (
+    "is quantized at run time, and a .gguf has only weights",
+    "quantize only weights (`quantizer init --strategy gguf_q4_0`); llama.cpp rounds inputs to "
+    "int8 by itself",
+)
+_NO_WEIGHT = Refusal(
+    "finds no quantized weight", "quantize weights (`quantizer init --strategy gguf_q4_0`)"
+)
+
+
+@dataclass(frozen=True)
+class GgufFile:
+    """A file that was written, and the network and the values that it stands for.
+
+    Attributes:
+        values: by their names in the model.
+        decoded: those of blocks, by the same names, as matrices with a row for each output.
+    """
+
+    path: Path
+    outline: Outline
+    values: Mapping[str, Tensor]
+    decoded: Mapping[str, Tensor]
+    network: Network
+    remarks: tuple[str, ...]
 
 
 class GgufExporter(Exporter[GgufFile]):
@@ -60,7 +96,7 @@ class GgufExporter(Exporter[GgufFile]):
         """Return what blocks cannot hold."""
         if not any(node.row.looks_up for node in graph.nodes):
             return (_NO_LANGUAGE_MODEL,)
-        return place_blocks(graph, specs).refusals
+        return tuple(_refusals(graph, specs))
 
     def require_model(self, model: nn.Module) -> None:
         """Check that keys and names are known, from the template or the architecture."""
@@ -68,10 +104,10 @@ class GgufExporter(Exporter[GgufFile]):
 
     def as_run(self, graph: Graph, solution: Solution) -> Solution:
         """Return the solution with the file's scales, which are float16; codes stay."""
-        placement = place_blocks(graph, solution.specs)
-        if placement.refusals:
+        if any(_refusals(graph, solution.specs)):
             return solution
-        return with_scales_of_file(graph, solution, placement.layers, with_float16_scale)
+        layers = _layers_of_blocks(graph, solution.specs)
+        return with_scales_of_file(graph, solution, layers, with_float16_scale)
 
     @contextmanager
     def write(self, deployment: Deployment, path: Path) -> Iterator[GgufFile]:
@@ -88,39 +124,29 @@ class GgufExporter(Exporter[GgufFile]):
         solution = self.as_run(graph, deployment.solution)
         stored = replace(deployment, solution=solution)
         network = stored.network()
-        placement = place_blocks(graph, solution.specs)
-        values = parameter_values(stored, network, placement.layers, _TARGET)
-        blocks = _blocks(model, solution, placement)
-        tensors = stored_tensors(outline, blocks, values)
+        layers = _layers_of_blocks(graph, solution.specs)
+        values = parameter_values(stored, network, layers, _TARGET)
+        blocks = _blocks(model, solution, layers)
         decoded = {name: tensor.parameter() for name, tensor in blocks.items()}
         remarks = outline.remarks
-        if _has_other_scales(deployment.solution, solution):
+        tensors = deployment.solution.tensors
+        if any(tensors[key].scale is not solution.tensors[key].scale for key in tensors):
             remarks = (*remarks, _ROUNDED)
-        write_gguf(path, outline, tensors)
+        write_gguf(path, outline, stored_tensors(outline, blocks, values))
         yield GgufFile(path, outline, values, decoded, network, remarks)
 
     def verify(self, deployment: Deployment, written: GgufFile) -> Verification:
         """Compare what transformers computes with test mode."""
         calls = expected_calls(deployment, written.network)
         by_template = deployment.choice("gguf_template") != ""
-        auto_class = _HEADLESS
-        if model_of(deployment, _TARGET).can_generate():  # type: ignore[operator]
-            auto_class = _GENERATING
-        verification = verify_gguf(
-            written, calls, by_template=by_template, auto_class=auto_class
-        )
+        generates = model_of(deployment, _TARGET).can_generate()  # type: ignore[operator]
+        auto_class = "AutoModelForCausalLM" if generates else "AutoModel"
+        verification = _verified(written, calls, auto_class, by_template=by_template)
         return replace(verification, remarks=(*written.remarks, *verification.remarks))
 
 
-def _has_other_scales(solution: Solution, stored: Solution) -> bool:
-    for key, tensor in solution.tensors.items():
-        if tensor.scale is not stored.tensors[key].scale:
-            return True
-    return False
-
-
 def _blocks(
-    model: nn.Module, solution: Solution, placement: BlockPlacement
+    model: nn.Module, solution: Solution, layers: Mapping[str, Node]
 ) -> dict[str, QuantizedTensor]:
     """Return the weights that become blocks, by their names in the model.
 
@@ -129,10 +155,9 @@ def _blocks(
     """
     names = first_names(model)
     blocks: dict[str, QuantizedTensor] = {}
-    for layer, node in placement.layers.items():
+    for layer, node in layers.items():
         tensor = solution.tensors[layer, "weights"]
-        path = node.params["weight"].partition("@")[0]
-        name = names[path]
+        name = names[node.params["weight"].partition("@")[0]]
         if tensor.codes is None:
             why = f"no codes give the weight of {layer} back exactly"
             raise cannot_store(_TARGET, why, "leave it out of the algorithms")
@@ -148,3 +173,134 @@ def _outline(template: str, model: nn.Module) -> Outline:
     if template:
         return outline_of_template(Path(template), state_of(model), first_names(model))
     return outline_of_architecture(model, state_of(model))
+
+
+def _layers_of_blocks(graph: Graph, specs: TensorSpecs) -> dict[str, Node]:
+    """Return the linear layers and embeddings whose weights become blocks, by name.
+
+    Other parameters stay values.
+    """
+    layers: dict[str, Node] = {}
+    for node in graph.nodes:
+        spec = specs.get((node.name, "weights"))
+        if spec is not None and spec.dtype not in CAST_ONLY and _is_matrix(graph, node):
+            layers[node.name] = node
+    return layers
+
+
+def _refusals(graph: Graph, specs: TensorSpecs) -> Iterator[Refusal]:
+    """Yield what blocks cannot hold. Only specs are read: this is known before calibration."""
+    layers = _layers_of_blocks(graph, specs)
+    yield from insertion_refusals(graph)
+    if not any(
+        base_role(role) == "weights" and spec.dtype != "float32"
+        for (_, role), spec in specs.items()
+    ):
+        yield _NO_WEIGHT
+    for (layer, role), spec in specs.items():
+        if spec.dtype == "float32":
+            continue
+        reason: Reason | None
+        if not is_parameter(role):
+            reason = _ACTIVATION
+        elif role == "weights" and layer in layers:
+            path = layers[layer].params["weight"]
+            inputs = graph.tensors[path].shape[-1]
+            reason = block_refusal(spec, inputs)
+            reason = reason or value_refusal(graph, specs, layer, role)
+            reason = reason or _other_use_refusal(graph, layers, layer)
+        else:
+            reason = value_refusal(graph, specs, layer, role)
+        if reason is not None:
+            yield Refusal(*reason, layer, role)
+
+
+def _other_use_refusal(graph: Graph, layers: Mapping[str, Node], layer: str) -> Reason | None:
+    """Return why a weight cannot be blocks if something else computes with its values."""
+    path = layers[layer].params["weight"]
+    for node in graph.nodes:
+        if path in node.params.values() and node.name not in layers:
+            why = (
+                f"is also a parameter of {node.name}, which is not a linear layer or embedding"
+            )
+            return why, "exclude both"
+    return None
+
+
+def _is_matrix(graph: Graph, node: Node) -> bool:
+    """Return whether a node's weight is a matrix with a row for each output."""
+    path = node.params.get("weight")
+    is_linear = node.row.spatial == 0
+    if path is None or not (is_linear or node.row.looks_up):
+        return False
+    weight = graph.tensors[path]
+    return weight.dim() == 2
+
+
+def _verified(
+    written: GgufFile, calls: Iterable[ExpectedCall], auto_class: str, *, by_template: bool
+) -> Verification:
+    """Compare the outputs of a file, loaded by transformers, with test mode's over all calls.
+
+    If transformers cannot load the architecture, the tensors are compared instead, as the
+    package gguf reads them. This is so for templates, and for families whose files it does not
+    read by itself.
+
+    Args:
+        written: the file.
+        calls: of the model, with what test mode gives for them.
+        by_template: whether the keys are those of a file that an engine has loaded before.
+
+    Raises:
+        VerificationError: transformers cannot load or run it, or its outputs differ; or a
+            tensor differs.
+    """
+    file, config = written.path, written.outline.config
+    reader = f"transformers {transformers.__version__} with gguf"
+    dtype = next(iter(written.values.values())).dtype
+    settings: dict[str, Any] = {"dtype": dtype, "gguf_file": file.name}
+    if config is not None:
+        settings["config"] = config
+
+    def load(call: ExpectedCall) -> nn.Module:
+        """Return the network that transformers reads from the file, after a first call."""
+        module, report = read_checkpoint(file.parent, auto_class, **settings)
+        require_all_keys(report, reader, file.name)
+        module(*call.args, **call.kwargs)
+        return module
+
+    try:
+        return verify_calls(load, calls, 0.0, file.name, is_exact=True)
+    except VerificationError:
+        raise
+    except Exception as error:
+        reason = first_line(error).rstrip(".")
+        why = f"{reader} cannot run it: {type(error).__name__}: {reason}"
+        if not by_template and config is None:
+            raise VerificationError(
+                f"{file.name} is not written: {why}", help=READER_HELP
+            ) from error
+    verification = _verify_tensors(written)
+    return replace(verification, remarks=(f"{why}; its tensors were compared instead",))
+
+
+def _verify_tensors(written: GgufFile) -> Verification:
+    """Compare each tensor of the model as it is read back, one after the other.
+
+    Raises:
+        VerificationError: one differs.
+    """
+    file = written.path
+    stored = {tensor.name: tensor for tensor in gguf.GGUFReader(file).tensors}
+    for name, (source, arrangement) in written.outline.tensors.items():
+        arranged = arrangement.values(written.values[source])
+        if source in written.decoded:
+            arranged = arrangement.coded(written.decoded[source], written.values[source])
+        decoded = gguf.dequantize(stored[name].data, stored[name].tensor_type)
+        # Test mode has decoded values in the dtype of the model
+        actual = torch.from_numpy(decoded.copy()).to(arranged.dtype)
+        verification = verify("tensors", [arranged.float()], [actual.float()])
+        if verification.max_difference:
+            text = f"{file.name} is not written: {name}: {verification.figures()}"
+            raise VerificationError(text, help=READER_HELP)
+    return verification

@@ -42,6 +42,24 @@ class GgufValue:
     element_type: Any = None
 
 
+def typed(value: Any) -> GgufValue:
+    """Return the value of a key, or a list, with the type that llama.cpp expects of such
+    values.
+    """
+    kinds = {
+        bool: gguf.GGUFValueType.BOOL,
+        int: gguf.GGUFValueType.UINT32,
+        float: gguf.GGUFValueType.FLOAT32,
+        str: gguf.GGUFValueType.STRING,
+    }
+    if not isinstance(value, list):
+        return GgufValue(value, kinds[type(value)])
+    element = kinds[type(value[0])]
+    if element == gguf.GGUFValueType.UINT32:
+        element = gguf.GGUFValueType.INT32
+    return GgufValue(value, gguf.GGUFValueType.ARRAY, element)
+
+
 @dataclass(frozen=True)
 class Arrangement:
     """How a file stores a tensor of the model.
@@ -62,15 +80,14 @@ class Arrangement:
     def rows(self, x: Tensor) -> Tensor:
         """Return the rows, of values or of bytes, in the file's order."""
         if self.half is not None:
-            halves = x.chunk(2, -2)
-            return halves[self.half]
+            return x.chunk(2, -2)[self.half]
         columns = x.shape[1:]
         if self.grouped_heads:
             layers = x.reshape(self.grouped_heads, _LAYERS, -1, *columns)
             return layers.transpose(0, 1).reshape(x.shape)
         if self.heads:
-            halves_of_heads = x.reshape(self.heads, 2, -1, *columns)
-            return halves_of_heads.transpose(1, 2).reshape(x.shape)
+            halves = x.reshape(self.heads, 2, -1, *columns)
+            return halves.transpose(1, 2).reshape(x.shape)
         return x
 
     def coded(self, x: Tensor, value: Tensor) -> Tensor:
@@ -81,10 +98,9 @@ class Arrangement:
                 the other.
             value: the tensor in the model.
         """
-        if value.dim() != _STACK_RANK:
-            return self.rows(x)
-        stack = x.view(len(value), -1, x.shape[-1])
-        return self.rows(stack)
+        if value.dim() == _STACK_RANK:
+            x = x.view(len(value), -1, x.shape[-1])
+        return self.rows(x)
 
     def values(self, x: Tensor) -> Tensor:
         """Return the values as the file has them."""

@@ -1,5 +1,9 @@
 """Reads a GGUF file of the same model as a template: keys, names and arrangement of tensors."""
 
+import math
+import mmap
+import os
+import struct
 import warnings
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -17,7 +21,124 @@ from quantizer.export.gguf.file import (
     GgufValue,
     Outline,
 )
-from quantizer.export.gguf.header import check_header
+from quantizer.storage.system_calls import require_file_or_folder
+
+# Of all lists. The package reads elements one by one. A large vocabulary has a million.
+MAX_ELEMENTS = 4_000_000
+# As in ggml.
+MAX_DIMENSIONS = 4
+_FORMATS = {
+    gguf.GGUFValueType.UINT8: "B",
+    gguf.GGUFValueType.INT8: "b",
+    gguf.GGUFValueType.BOOL: "B",
+    gguf.GGUFValueType.UINT16: "H",
+    gguf.GGUFValueType.INT16: "h",
+    gguf.GGUFValueType.UINT32: "I",
+    gguf.GGUFValueType.INT32: "i",
+    gguf.GGUFValueType.FLOAT32: "f",
+    gguf.GGUFValueType.UINT64: "Q",
+    gguf.GGUFValueType.INT64: "q",
+    gguf.GGUFValueType.FLOAT64: "d",
+}
+
+
+def check_header(path: Path) -> None:
+    """Read the header once, at a cost that its length bounds.
+
+    Raises:
+        OSError: the file cannot be read.
+        ValueError: it is not a GGUF file, or its header exceeds the file or the limits.
+    """
+    require_file_or_folder(path)
+    with path.open("rb") as file:
+        if not os.fstat(file.fileno()).st_size:
+            raise ValueError("it is empty")
+        with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+            _Header(content).check()
+
+
+class _Header:
+    """A cursor that moves over the header."""
+
+    def __init__(self, content: mmap.mmap) -> None:
+        self._content = content
+        self._position = 0
+        self._elements = 0
+        self._byte_order = "<"
+
+    def check(self) -> None:
+        """Read the whole header."""
+        if self._bytes(4) != b"GGUF":
+            raise ValueError("it does not begin with GGUF")
+        version = self._number("I")
+        # The package recognizes the other byte order by a version that is far too large.
+        if version & 0xFFFF == 0:
+            self._byte_order = ">"
+        tensors = self._number("Q")
+        keys = self._number("Q")
+        for _ in range(keys):
+            self._text()
+            self._value(self._kind())
+        for _ in range(tensors):
+            self._tensor()
+
+    def _tensor(self) -> None:
+        name = self._text()
+        count = self._number("I")
+        if count > MAX_DIMENSIONS:
+            raise ValueError(
+                f"the tensor {name!r} has {count} dimensions, more than {MAX_DIMENSIONS}"
+            )
+        sizes = [self._number("Q") for _ in range(count)]
+        kind = gguf.GGMLQuantizationType(self._number("I"))
+        start = self._number("Q")
+        block, width = gguf.GGML_QUANT_SIZES[kind]
+        length = math.prod(sizes) * width // block
+        if start + length > len(self._content):
+            raise ValueError(f"the tensor {name!r} goes beyond the end of the file")
+
+    def _value(self, kind: gguf.GGUFValueType, count: int = 1) -> None:
+        """Skip so many values of a kind."""
+        if kind == gguf.GGUFValueType.STRING:
+            for _ in range(count):
+                self._bytes(self._number("Q"))
+        elif kind == gguf.GGUFValueType.ARRAY:
+            self._list()
+        else:
+            self._move(count * struct.calcsize(_FORMATS[kind]))
+
+    def _list(self) -> None:
+        kind = self._kind()
+        count = self._number("Q")
+        self._elements += count
+        if self._elements > MAX_ELEMENTS:
+            raise ValueError(
+                f"its lists have {self._elements} elements, more than {MAX_ELEMENTS}"
+            )
+        if kind == gguf.GGUFValueType.ARRAY:
+            raise ValueError("it has a list of lists")
+        self._value(kind, count)
+
+    def _kind(self) -> gguf.GGUFValueType:
+        return gguf.GGUFValueType(self._number("I"))
+
+    def _text(self) -> str:
+        return self._bytes(self._number("Q")).decode()
+
+    def _number(self, form: str) -> int:
+        (number,) = struct.unpack(self._byte_order + form, self._bytes(struct.calcsize(form)))
+        return int(number)
+
+    def _bytes(self, count: int) -> bytes:
+        start = self._position
+        self._move(count)
+        return self._content[start : self._position]
+
+    def _move(self, count: int) -> None:
+        if count > len(self._content) - self._position:
+            raise ValueError("it is truncated, or a length in it is wrong")
+        self._position += count
+
 
 SAME_MODEL_HELP = (
     "give a .gguf of exactly this model, in any type, e.g. what llama.cpp's "
@@ -63,9 +184,7 @@ def outline_of_template(
     names = file_names(architecture, blocks, first)
     missing = [source for source in state if names.get(source) not in by_name]
     if missing:
-        raise UsageError(
-            f"{path.name} has no tensor for {missing[0]} of the model", help=SAME_MODEL_HELP
-        )
+        raise _refused(f"{path.name} has no tensor for {missing[0]} of the model")
     sources = {name: first[source] for source, name in names.items() if name in by_name}
     head_counts = _head_counts(keys, architecture)
     arrangements: dict[str, Arrangement] = {}
@@ -78,13 +197,12 @@ def outline_of_template(
         source = sources[name]
         what = f"{path.name}: {source}"
         arrangements[name] = _arrangement(by_name[name], state[source], head_counts, what)
-    tensors: dict[str, tuple[str, Arrangement]] = {}
-    constant: dict[str, GgufTensor] = {}
-    for name, tensor in by_name.items():
-        if name in sources:
-            tensors[name] = (sources[name], arrangements[name])
-        else:
-            constant[name] = GgufTensor(tensor.data, tensor.tensor_type.name)
+    tensors = {name: (sources[name], arrangements[name]) for name in by_name if name in sources}
+    constant = {
+        name: GgufTensor(tensor.data, tensor.tensor_type.name)
+        for name, tensor in by_name.items()
+        if name not in sources
+    }
     return Outline(architecture, keys, tensors, constant)
 
 
@@ -94,22 +212,15 @@ def _keys(reader: Any, path: Path) -> tuple[dict[str, GgufValue], str]:
     Raises:
         UsageError: a value cannot be read, there is no architecture, or the file is a part.
     """
-    keys: dict[str, GgufValue] = {}
-    architecture = None
     try:
-        for name, field in reader.fields.items():
-            if name not in _WRITTEN_KEYS:
-                keys[name] = _value(field)
-        if _ARCHITECTURE_KEY in reader.fields:
-            architecture = reader.fields[_ARCHITECTURE_KEY].contents()
+        values = {name: _value(field) for name, field in reader.fields.items()}
     except _DAMAGE_ERRORS as error:
         raise _unreadable(path, error) from None
+    architecture = _in(values, _ARCHITECTURE_KEY)
     if not isinstance(architecture, str):
-        raise UsageError(
-            f"{path} names no architecture: it has no text {_ARCHITECTURE_KEY}",
-            help=SAME_MODEL_HELP,
-        )
-    parts = keys[_SPLIT_KEY].value if _SPLIT_KEY in keys else 1
+        raise _refused(f"{path} names no architecture: it has no text {_ARCHITECTURE_KEY}")
+    keys = {name: value for name, value in values.items() if name not in _WRITTEN_KEYS}
+    parts = _in(keys, _SPLIT_KEY, 1)
     if not isinstance(parts, int) or parts > 1:
         raise UsageError(
             f"{path} is one part of several", help="merge them: `llama-gguf-split --merge`"
@@ -126,13 +237,10 @@ def _block_count(
         UsageError: there is none, or the template has fewer tensors than blocks.
     """
     key = f"{architecture}.block_count"
-    count = keys[key].value if key in keys else None
+    count = _in(keys, key)
     if not isinstance(count, int) or not 0 <= count <= tensors:
         shown = "nothing" if count is None else f"{count!r:.40}"
-        raise UsageError(
-            f"{path}: {key} is {shown}, and the file has {tensors} tensors",
-            help=SAME_MODEL_HELP,
-        )
+        raise _refused(f"{path}: {key} is {shown}, and the file has {tensors} tensors")
     return count
 
 
@@ -148,12 +256,8 @@ def file_names(architecture: str, blocks: int, sources: Collection[str]) -> dict
             f"the package gguf knows no architecture {architecture}", help="install a newer one"
         )
     table = gguf.get_tensor_name_map(numbers[architecture], blocks)
-    names: dict[str, str] = {}
-    for source in sources:
-        file_name = table.get_name(source, (".weight", ".bias"))
-        if file_name is not None:
-            names[source] = file_name
-    return names
+    names = {source: table.get_name(source, (".weight", ".bias")) for source in sources}
+    return {source: name for source, name in names.items() if name is not None}
 
 
 def _reader(path: Path) -> Any:
@@ -167,7 +271,17 @@ def _reader(path: Path) -> Any:
 
 
 def _unreadable(path: Path, why: object) -> UsageError:
-    return UsageError(f"{path} cannot be read as GGUF: {why}", help=SAME_MODEL_HELP)
+    return _refused(f"{path} cannot be read as GGUF: {why}")
+
+
+def _refused(why: str) -> UsageError:
+    """Return the error for a file that is no template of the model."""
+    return UsageError(why, help=SAME_MODEL_HELP)
+
+
+def _in(keys: Mapping[str, GgufValue], name: str, default: Any = None) -> Any:
+    """Return the value of a key."""
+    return keys[name].value if name in keys else default
 
 
 def _value(field: Any) -> GgufValue:
@@ -178,13 +292,9 @@ def _value(field: Any) -> GgufValue:
 
 def _head_counts(keys: Mapping[str, GgufValue], architecture: str) -> list[int]:
     """Return the distinct numbers of heads in the template's keys."""
-    counts: list[int] = []
-    for suffix in ("", "_kv"):
-        key = f"{architecture}.attention.head_count{suffix}"
-        count = keys[key].value if key in keys else None
-        if isinstance(count, int) and count > 0 and count not in counts:
-            counts.append(count)
-    return counts
+    key = f"{architecture}.attention.head_count"
+    counts = dict.fromkeys([_in(keys, key), _in(keys, f"{key}_kv")])
+    return [count for count in counts if isinstance(count, int) and count > 0]
 
 
 def _arrangement(
@@ -201,22 +311,21 @@ def _arrangement(
             warnings.simplefilter("ignore")
             decoded = gguf.dequantize(tensor.data, tensor.tensor_type)
     except (*_DAMAGE_ERRORS, NotImplementedError) as error:
-        raise UsageError(f"{what} cannot be decoded: {error}", help=SAME_MODEL_HELP) from None
+        raise _refused(f"{what} cannot be decoded: {error}") from None
     template_value = torch.from_numpy(decoded.astype("float32", copy=True))
     if template_value.shape != value.shape:
-        raise UsageError(
+        raise _refused(
             f"{what} has the shape {list(template_value.shape)}, in the model "
-            f"{list(value.shape)}",
-            help=SAME_MODEL_HELP,
+            f"{list(value.shape)}"
         )
-    errors: dict[Arrangement, float] = {}
-    for arrangement in _candidates(value, head_counts):
-        arranged = arrangement.values(value.float())
-        errors[arrangement] = float((arranged - template_value).norm())
+    errors = {
+        arrangement: float((arrangement.values(value.float()) - template_value).norm())
+        for arrangement in _candidates(value, head_counts)
+    }
     best = min(errors, key=lambda arrangement: errors[arrangement])
     # Written so that NaN in the template is not near.
     if not errors[best] <= _NEAR * float(template_value.norm()):
-        raise UsageError(f"{what} is not the model's", help=SAME_MODEL_HELP)
+        raise _refused(f"{what} is not the model's")
     return best
 
 
@@ -226,5 +335,5 @@ def _candidates(value: Tensor, head_counts: Sequence[int]) -> Iterator[Arrangeme
         yield Arrangement(added=1.0)
         return
     for heads in head_counts:
-        if value.dim() > 1 and len(value) % (2 * heads) == 0:
+        if len(value) % (2 * heads) == 0:
             yield Arrangement(heads=heads)

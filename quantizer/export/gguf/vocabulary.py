@@ -16,8 +16,7 @@ from typing import Any
 import gguf
 
 from quantizer.errors import DataError
-from quantizer.export.gguf.file import GgufValue
-from quantizer.export.gguf.settings import typed
+from quantizer.export.gguf.file import GgufValue, typed
 from quantizer.sources.files.json_files import read_object, read_text
 from quantizer.sources.texts.tokenizer import load_tokenizer
 from quantizer.sources.user_code import user_errors
@@ -102,24 +101,18 @@ def _keys(
     has_pieces = bool(model.get("byte_fallback"))
     if has_pieces and _splits_words(tokenizer):
         return None
-    if has_pieces:
-        values = _piece_values(content, size)
-    else:
-        values = _byte_values(content)
+    values = _piece_values(content, size) if has_pieces else _byte_values(content)
     if values is None:
         return None
-    words, types = _tokens(content, size)
-    values["tokens"] = words
-    values["token_type"] = types
+    values["tokens"], values["token_type"] = _tokens(content, size)
     # It reports templates for pairs of texts, which files of language models do not need
     logging.getLogger("gguf.vocab").setLevel(logging.ERROR)
     special = gguf.SpecialVocab(folder, load_merges=not has_pieces, n_vocab=size)
     if special.merges:
         values["merges"] = special.merges
     numbers = special.special_token_ids
-    for token, key in _TOKEN_KEYS.items():
-        if token in numbers:
-            values[f"{key}_token_id"] = numbers[token]
+    known = {key: token for token, key in _TOKEN_KEYS.items() if token in numbers}
+    values |= {f"{key}_token_id": numbers[token] for key, token in known.items()}
     added = _added_around(tokenizer, numbers)
     if added is None:
         return None
@@ -142,16 +135,13 @@ def _template_keys(folder: Path) -> dict[str, GgufValue]:
     for name in _TEMPLATE_SETTINGS:
         if not templates and (folder / name).is_file():
             templates = _listed_templates(read_object(folder / name, DataError))
+    names = {name: re.sub("[^A-Za-z0-9]", "_", name) for name in templates if name != _DEFAULT}
     keys: dict[str, GgufValue] = {}
-    names: list[str] = []
     for name, template in templates.items():
-        if name == _DEFAULT:
-            keys[_TEMPLATE_KEY] = typed(template)
-            continue
-        names.append(re.sub("[^A-Za-z0-9]", "_", name))
-        keys[f"{_TEMPLATE_KEY}.{names[-1]}"] = typed(template)
+        ending = f".{names[name]}" if name in names else ""
+        keys[f"{_TEMPLATE_KEY}{ending}"] = typed(template)
     if names:
-        keys[f"{_TEMPLATE_KEY}s"] = typed(names)
+        keys[f"{_TEMPLATE_KEY}s"] = typed([*names.values()])
     return keys
 
 
@@ -162,10 +152,7 @@ def _listed_templates(settings: Mapping[str, Any]) -> dict[str, str]:
         return {_DEFAULT: template}
     if isinstance(template, dict):
         return {name: text for name, text in template.items() if isinstance(text, str)}
-    templates: dict[str, str] = {}
-    for row in template or ():
-        templates[str(row["name"])] = str(row["template"])
-    return templates
+    return {str(row["name"]): str(row["template"]) for row in template or ()}
 
 
 def _splits_words(tokenizer: Any) -> bool:
@@ -220,31 +207,21 @@ def _tokens(content: Mapping[str, Any], size: int) -> tuple[list[str], list[int]
     kinds = gguf.TokenType
     model = content["model"]
     has_pieces = bool(model.get("byte_fallback"))
-    texts: list[str] = []
-    types: list[int] = []
-    for number in range(size):
-        texts.append(f"[PAD{number}]")
-        types.append(int(kinds.UNUSED))
+    tokens = {number: (f"[PAD{number}]", kinds.UNUSED) for number in range(size)}
     for word, number in model["vocab"].items():
-        kind = kinds.NORMAL
-        if has_pieces and _BYTE.fullmatch(word):
-            kind = kinds.BYTE
-        if number < size:
-            texts[number] = word
-            types[number] = int(kind)
+        is_byte = has_pieces and _BYTE.fullmatch(word)
+        tokens[number] = (word, kinds.BYTE if is_byte else kinds.NORMAL)
     for token in content.get("added_tokens") or ():
         word = token["content"]
-        number = token["id"]
         kind = kinds.CONTROL
         if not token["special"]:
             kind = kinds.USER_DEFINED
             word = word.replace(_SPACE, " ")
         if has_pieces and word == model.get("unk_token"):
             kind = kinds.UNKNOWN
-        if number < size:
-            texts[number] = word
-            types[number] = int(kind)
-    return texts, types
+        tokens[token["id"]] = (word, kind)
+    texts, types = zip(*(tokens[number] for number in range(size)), strict=True)
+    return [*texts], [*map(int, types)]
 
 
 def _piece_values(content: Mapping[str, Any], size: int) -> dict[str, Any] | None:
@@ -274,9 +251,7 @@ def _piece_values(content: Mapping[str, Any], size: int) -> dict[str, Any] | Non
     scores = [0.0] * size
     joined: set[int] = set()
     for rank, merge in enumerate(model["merges"]):
-        pair = merge
-        if isinstance(merge, str):
-            pair = merge.split(" ")
+        pair = merge.split(" ") if isinstance(merge, str) else merge
         number = vocabulary["".join(pair)]
         if number < size and number not in joined:
             scores[number] = -float(rank)
@@ -295,10 +270,8 @@ def _byte_values(content: Mapping[str, Any]) -> dict[str, Any] | None:
         # llama.cpp normalizes nothing. Few texts are not in this form already
         if step["type"] != "NFC":
             return None
-    steps: list[str] = []
-    for step in _steps(content, "pre_tokenizer"):
-        steps.append(_splitting(step))
-    name = _SPLITTERS.get(tuple(steps), "")
+    steps = tuple(_splitting(step) for step in _steps(content, "pre_tokenizer"))
+    name = _SPLITTERS.get(steps, "")
     model = content["model"]
     if model.get("ignore_merges"):
         name = _WHOLE_WORDS.get(name, "")
@@ -316,8 +289,7 @@ def _splitting(step: Mapping[str, Any]) -> str:
     if kind == "Digits" and step["individual_digits"]:
         return "single digits"
     if kind == "Split" and step["behavior"] == "Isolated" and not step["invert"]:
-        pattern = step["pattern"]
-        return str(pattern.get("Regex"))
+        return str(step["pattern"].get("Regex"))
     return kind
 
 

@@ -2,49 +2,181 @@
 
 import logging
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from quantizer.calibration.solution import Solution
+from quantizer.config.model import QuantizationSpec
+from quantizer.config.roles import is_parameter
 from quantizer.export.agreement import Verification
 from quantizer.export.compressed_tensors.checkpoint import (
+    CheckpointExporter,
     CompressedCheckpoint,
     checkpoint_of_network,
 )
-from quantizer.export.compressed_tensors.placement import place_codes, value_layers
+from quantizer.export.compressed_tensors.placement import place_codes
+from quantizer.export.compressed_tensors.schemes import as_unsigned, pack_words
 from quantizer.export.deployment import Deployment
-from quantizer.export.exporter import Exporter, Refusal
-from quantizer.export.gptq_folder.layout import (
-    TARGET_NAME,
-    GptqScheme,
-    gptq_refusals,
-    layer_tensors,
-    with_stored_scales,
-)
+from quantizer.export.exporter import Limit, Reason, Refusal, beyond
 from quantizer.export.hugging_face_folder import write_folder
-from quantizer.export.model_tensors import model_of, with_scales_of_file
+from quantizer.export.model_tensors import cannot_store, model_of, with_scales_of_file
+from quantizer.export.stored_weights import is_symmetric, scales_by_row
 from quantizer.export.transformers_verify import ExpectedCall, expected_calls, verify_calls
-from quantizer.graph.ir import Graph
-from quantizer.graph.structure.language_parts import layers_behind_blocks
+from quantizer.graph.ir import Graph, Node
 from quantizer.nn.network import Network
+from quantizer.nn.quantized_tensor import QuantizedTensor
 from quantizer.option_words import Sentence
-from quantizer.plan.model import TensorSpecs
+from quantizer.plan.model import Key, TensorSpecs
 from quantizer.sources.files.json_files import GPTQ_FILE
 from quantizer.sources.hugging_face import loader
 from quantizer.storage.files import write_json
 
+TARGET_NAME = "gptq"
 _FORM = "gptq"
 """The first version, in which zero points are stored minus one."""
 _ROUNDED = Sentence(
     "its scales are rounded to the model's dtype; test mode with <--deploy gptq> computes with "
     "these"
 )
+WHOLE_ROWS = -1
+_WORD_BITS = 32
+_LIMITS = (
+    Limit(
+        lambda spec: spec.dtype == "int" and spec.bit_width in (2, 3, 4, 8),
+        "is {number_format}, and the form has 2, 3, 4 or 8 bits",
+        "set its dtype to int4",
+    ),
+)
+_WEIGHT_ONLY = (
+    "is quantized at run time, and checkpoints of GPTQ have only weights",
+    "quantize only weights, or use <--deploy compressed-tensors>",
+)
+_EXPERTS = (
+    "is of experts, which are not written in this form",
+    "use <--deploy compressed-tensors>, or exclude experts",
+)
+_OTHER_SCHEME = (
+    "has other bits, groups or symmetry than the first layer, and the form has one of each"
+)
+_ALIKE_HELP = "quantize all linear layers alike, or exclude some"
+
+
+@dataclass(frozen=True)
+class GptqScheme:
+    """What all layers of a checkpoint have in common.
+
+    Attributes:
+        bits: the width of codes.
+        group_size: how many inputs share a scale; -1 for whole rows.
+        symmetric: whether all zero points are in the middle of the codes.
+    """
+
+    bits: int
+    group_size: int
+    symmetric: bool
+
+    @classmethod
+    def of(cls, spec: QuantizationSpec) -> "GptqScheme":
+        """Return the scheme of a weight."""
+        group_size = WHOLE_ROWS
+        if spec.qscheme == "per_group" and spec.group_size is not None:
+            group_size = spec.group_size
+        return cls(spec.bit_width, group_size, is_symmetric(spec))
+
+
+def gptq_refusals(graph: Graph, specs: TensorSpecs) -> Iterator[Refusal]:
+    """Yield what a checkpoint of GPTQ has no place for."""
+    placement = place_codes(graph, specs)
+    specs = {key: spec for key, spec in specs.items() if spec.dtype != "float32"}
+    refused: set[Key] = set()
+    for (layer, role), spec in specs.items():
+        reason: Reason | None = None
+        if not is_parameter(role):
+            reason = _WEIGHT_ONLY
+        elif layer in placement.experts:
+            reason = _EXPERTS
+        elif role == "weights" and layer in placement.linears:
+            reason = _weight_refusal(graph, placement.linears[layer], spec)
+        if reason is not None:
+            refused.add((layer, role))
+            yield Refusal(*reason, layer, role)
+    for refusal in placement.refusals:
+        if (refusal.layer, refusal.role) not in refused:
+            yield refusal
+    if not refused:
+        yield from _other_schemes(placement.linears, specs)
+
+
+def _weight_refusal(graph: Graph, node: Node, spec: QuantizationSpec) -> Reason | None:
+    """Return why a weight has no place in the layout."""
+    reason = beyond(_LIMITS, spec)
+    if reason is not None:
+        return reason
+    for name, length in zip(("outputs", "inputs"), graph.weight(node).shape, strict=True):
+        if length * spec.bit_width % _WORD_BITS:
+            return (
+                f"has {length} {name}, which do not fill words of {_WORD_BITS} bits",
+                "exclude the layer, or use <--deploy compressed-tensors>",
+            )
+    return None
+
+
+def _other_schemes(linears: Mapping[str, Node], specs: TensorSpecs) -> Iterator[Refusal]:
+    """Yield a refusal for each layer that has another scheme than the first."""
+    schemes = {layer: GptqScheme.of(specs[layer, "weights"]) for layer in linears}
+    for layer, scheme in schemes.items():
+        if scheme != next(iter(schemes.values())):
+            yield Refusal(_OTHER_SCHEME, _ALIKE_HELP, layer, "weights")
+
+
+def layer_tensors(path: str, weight: QuantizedTensor) -> dict[str, Tensor]:
+    """Return what the file holds of a layer, by the names that follow its path.
+
+    `qweight` is packed along the inputs, `qzeros` along the outputs. Zero points are stored
+    minus one, as in the first version of the form.
+
+    Args:
+        path: of the layer.
+        weight: with codes.
+
+    Raises:
+        UsageError: it has no codes, or a zero point of 0.
+    """
+    spec = weight.spec
+    if weight.codes is None:
+        why = f"no codes give the weight of {path} back exactly"
+        raise cannot_store(TARGET_NAME, why, "leave it out of the algorithms")
+    codes = as_unsigned(weight.codes, spec)
+    scale = scales_by_row(weight.scale, codes)
+    zero_point = scales_by_row(weight.zero_point, codes)
+    if is_symmetric(spec):
+        zero_point = torch.full_like(zero_point, 1 << (spec.bit_width - 1))
+    if not zero_point.all():
+        raise cannot_store(
+            TARGET_NAME,
+            f"{path} has a zero point of 0, and the form stores them minus one",
+            "set symmetric to true for the weights, or use <--deploy compressed-tensors>",
+        )
+    zeros = (zero_point - 1).to(torch.uint8).t()
+    inputs = codes.shape[1]
+    group_size = inputs // scale.shape[1]
+    return {
+        "qweight": pack_words(codes, spec.bit_width).t().contiguous(),
+        "qzeros": pack_words(zeros, spec.bit_width),
+        "scales": scale.t().to(weight.dtype).contiguous(),
+        "g_idx": (torch.arange(inputs) // group_size).int(),
+    }
+
+
+def with_stored_scales(weight: QuantizedTensor) -> QuantizedTensor:
+    """Return a weight with the scales of the file, which are in the model's dtype."""
+    return replace(weight, scale=weight.scale.to(weight.dtype).float())
 
 
 @dataclass(frozen=True)
@@ -52,30 +184,19 @@ class GptqFolder:
     """A folder that was written, and the network that it stands for."""
 
     path: Path
-    name: str
     network: Network
     remarks: list[str]
 
 
-class GptqExporter(Exporter[GptqFolder]):
-    """Writes a folder like `save_pretrained`, with the codes in the layout of GPTQ.
+class GptqExporter(CheckpointExporter[GptqFolder]):
+    """Writes a folder with the codes in the layout of GPTQ.
 
     It has config.json with `quantization_config`, and quantize_config.json for older readers.
     """
 
-    writes_folder = True
-
     def refusals(self, graph: Graph, specs: TensorSpecs, opset: int) -> tuple[Refusal, ...]:
         """Return the tensors and specs that the form cannot express."""
         return tuple(gptq_refusals(graph, specs))
-
-    def value_layers(self, graph: Graph, specs: TensorSpecs) -> tuple[str, ...]:
-        """Return the embeddings and other layers that have no place for codes."""
-        return value_layers(specs, place_codes(graph, specs))
-
-    def plain_layers(self, graph: Graph) -> tuple[str, ...]:
-        """Return the poolers and classifiers behind the blocks."""
-        return layers_behind_blocks(graph)
 
     def as_run(self, graph: Graph, solution: Solution) -> Solution:
         """Return the solution with the file's scales, which are in the model's dtype."""
@@ -108,7 +229,7 @@ class GptqExporter(Exporter[GptqFolder]):
         notes = [*checkpoint.remarks, *remarks]
         if next(model.parameters()).dtype != torch.float32:
             notes.append(_ROUNDED)
-        yield GptqFolder(path, path.name, stored.network(), notes)
+        yield GptqFolder(path, stored.network(), notes)
 
     def verify(self, deployment: Deployment, written: GptqFolder) -> Verification:
         """Compare the outputs of the folder, read and dequantized, with those of test mode."""
@@ -120,7 +241,7 @@ class GptqExporter(Exporter[GptqFolder]):
 
         calls = expected_calls(deployment, written.network)
         verification = verify_calls(
-            load, calls, deployment.sqnr_db, written.name, is_exact=True
+            load, calls, deployment.sqnr_db, written.path.name, is_exact=True
         )
         return replace(verification, remarks=(*verification.remarks, *written.remarks))
 
@@ -131,8 +252,8 @@ def _settings(checkpoint: CompressedCheckpoint) -> dict[str, Any]:
     The form has no list of layers in float. Engines read patterns of names in `dynamic`, of
     which those that begin with a minus stay float.
     """
-    specs = [layer.weight.spec for layer in checkpoint.layers.values()]
-    scheme = GptqScheme.of(specs[0])
+    first = next(iter(checkpoint.layers.values()))
+    scheme = GptqScheme.of(first.weight.spec)
     settings: dict[str, Any] = {
         "quant_method": _FORM,
         "checkpoint_format": _FORM,
@@ -143,10 +264,8 @@ def _settings(checkpoint: CompressedCheckpoint) -> dict[str, Any]:
         "lm_head": checkpoint.head in checkpoint.layers,
         "pack_dtype": "int32",
     }
-    floats: dict[str, dict[str, Any]] = {}
-    for path in sorted(checkpoint.linears):
-        if path not in checkpoint.layers and path != checkpoint.head:
-            floats[f"-:^{re.escape(path)}$"] = {}
+    paths = {*checkpoint.linears} - {*checkpoint.layers, checkpoint.head}
+    floats: dict[str, Any] = {f"-:^{re.escape(path)}$": {} for path in sorted(paths)}
     if floats:
         settings["dynamic"] = floats
     return settings

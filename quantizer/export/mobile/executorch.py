@@ -14,13 +14,13 @@ from torch.utils import _pytree as pytree
 from quantizer.errors import UsageError, VerificationError
 from quantizer.export.acceptance import Outputs
 from quantizer.export.deployment import Deployment, tensor_leaves
-from quantizer.export.kernels import Kernels
 from quantizer.export.mobile.exporter import (
     WHOLE,
     MobileExporter,
     MobileFile,
     MobileProgram,
     batch_size,
+    taken_kernels,
 )
 from quantizer.export.mobile.kernels import MobileEngine
 from quantizer.export.mobile.rewrites import (
@@ -28,6 +28,7 @@ from quantizer.export.mobile.rewrites import (
     average_images,
     fold_padding,
     infer_batches,
+    rewrite,
     round_before_moves,
     slice_parts,
     write_softplus,
@@ -43,6 +44,16 @@ _WEIGHT_INDEX = {"convolution": 1, "linear": 1, "addmm": 2, "mm": 1}
 """The argument with the weight, by the operators that multiply."""
 _BATCH = "executorch_batch"
 """The option with the largest batch."""
+_REWRITES = (
+    infer_batches,
+    fold_padding,
+    average_images,
+    slice_parts,
+    write_softplus,
+    round_before_moves,
+    add_axes,
+)
+"""What XNNPACK needs of programs, in this order."""
 _NOT_COUNTED = ("getitem", "executorch_call_delegate", "sym_size")
 
 
@@ -70,15 +81,7 @@ class ExecutorchExporter(MobileExporter):
 
     def load(self, program: ExportedProgram) -> None:
         """Convert a program of one operator for XNNPACK, and run it on its example."""
-        from executorch.backends.xnnpack.partition.xnnpack_partitioner import XnnpackPartitioner
-        from executorch.exir import to_edge_transform_and_lower
-        from executorch.runtime import Runtime
-
-        lowered = to_edge_transform_and_lower(program, partitioner=[XnnpackPartitioner()])
-        content = lowered.to_executorch().buffer
-        loaded = Runtime.get().load_program(content)
-        method = loaded.load_method("forward")
-        assert method is not None
+        method = _method(_lowered(program).to_executorch().buffer)
         inputs, _ = program.example_inputs
         method.execute([*inputs])
 
@@ -97,36 +100,21 @@ class ExecutorchExporter(MobileExporter):
 
     def compile(self, source: MobileProgram, name: str) -> MobileFile:
         """Convert the program for XNNPACK, and count what XNNPACK computes."""
-        from executorch.backends.xnnpack.partition.xnnpack_partitioner import XnnpackPartitioner
-        from executorch.exir import to_edge_transform_and_lower
-
-        infer_batches(source.program)
-        fold_padding(source.program)
-        average_images(source.program)
-        slice_parts(source.program)
-        write_softplus(source.program)
-        round_before_moves(source.program)
-        add_axes(source.program)
+        rewrite(source.program, _REWRITES)
         # torch would choose kernels for small batches, and 15 would become the largest one.
         with mkldnn.flags(enabled=False), nnpack.flags(enabled=False):
-            lowered = to_edge_transform_and_lower(
-                source.program,
-                partitioner=[XnnpackPartitioner()],
-                constant_methods={ORIGIN_METHOD: source.tested.origin.text()},
-            )
+            origin = {ORIGIN_METHOD: source.tested.origin.text()}
+            lowered = _lowered(source.program, constant_methods=origin)
             program = lowered.exported_program()
-            kernels = _kernels(source, _integer_modules(program))
+            layers = {source.layers[module] for module in _integer_modules(program)}
+            kernels = taken_kernels(source, layers, "XNNPACK does not take it")
             remarks = (*_size_remarks(source), *_outside_remarks(program))
             content = lowered.to_executorch().buffer
         return MobileFile(name, content, source.tested, kernels, remarks, source.most_samples)
 
     def runner(self, written: MobileFile) -> Outputs:
         """Return a call of the program in ExecuTorch's runtime."""
-        from executorch.runtime import Runtime
-
-        program = Runtime.get().load_program(written.content)
-        method = program.load_method("forward")
-        assert method is not None
+        method = _method(written.content)
 
         def run(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Tensor]:
             """Return the outputs of a call, as copies."""
@@ -140,6 +128,21 @@ class ExecutorchExporter(MobileExporter):
             return [output.clone() for output in tensor_leaves(method.execute(inputs))]
 
         return run
+
+
+def _lowered(program: ExportedProgram, **settings: Any) -> Any:
+    """Return a program that is converted for XNNPACK."""
+    from executorch.backends.xnnpack.partition.xnnpack_partitioner import XnnpackPartitioner
+    from executorch.exir import to_edge_transform_and_lower
+
+    return to_edge_transform_and_lower(program, partitioner=[XnnpackPartitioner()], **settings)
+
+
+def _method(content: bytes) -> Any:
+    """Return what runs the network of a file."""
+    from executorch.runtime import Runtime
+
+    return Runtime.get().load_program(content).load_method("forward")
 
 
 def _require_small(written: MobileFile, call: Any) -> None:
@@ -167,24 +170,10 @@ def _integer_modules(program: ExportedProgram) -> set[str]:
     for part in _delegated(program):
         for node in part.graph.nodes:
             index = _WEIGHT_INDEX.get(_operator(node))
-            if index is None:
-                continue
-            weight = node.args[index]
-            if "dequantize" in weight.name:
-                source = weight.args[0]
+            if index is not None and "dequantize" in node.args[index].name:
+                source = node.args[index].args[0]
                 modules.update(_MODULE.findall(source.name))
     return modules
-
-
-def _kernels(source: MobileProgram, integer: set[str]) -> Kernels:
-    """Return the layers that are multiplied in int8, of those that should be."""
-    names = {source.layers[module] for module in integer}
-    floating = dict(source.kernels.floating)
-    for layer in source.kernels.integer:
-        if layer not in names:
-            floating[layer] = "XNNPACK does not take it"
-    taken = tuple(layer for layer in source.kernels.integer if layer in names)
-    return Kernels(taken, floating, multiply_adds=source.kernels.multiply_adds)
 
 
 def _size_remarks(source: MobileProgram) -> list[str]:
@@ -194,12 +183,8 @@ def _size_remarks(source: MobileProgram) -> list[str]:
     samples = f"1 to {source.most_samples} samples"
     if source.most_samples == 1:
         samples = "one sample"
-    remarks: list[str] = [
-        Sentence(f"a batch has {samples}; <--executorch_batch N> sets the largest")
-    ]
-    for length in source.tested.graph.lengths:
-        remarks.append(f"{length.name} is {length}")
-    return remarks
+    remark = Sentence(f"a batch has {samples}; <--executorch_batch N> sets the largest")
+    return [remark, *(f"{length.name} is {length}" for length in source.tested.graph.lengths)]
 
 
 def _outside_remarks(program: ExportedProgram) -> list[str]:
@@ -211,9 +196,10 @@ def _outside_remarks(program: ExportedProgram) -> list[str]:
     outside: Counter[str] = Counter()
     for node in program.graph.nodes:
         operator = _operator(node)
-        reads_values = False
-        for source in node.all_input_nodes:
-            reads_values |= source.op != "placeholder" or source.name in inputs
+        reads_values = any(
+            source.op != "placeholder" or source.name in inputs
+            for source in node.all_input_nodes
+        )
         if operator and operator not in _NOT_COUNTED and reads_values:
             outside[operator] += 1
     if not outside:
@@ -228,8 +214,6 @@ def _operator(node: Node) -> str:
     if node.op != "call_function":
         return ""
     target = node.target
-    name = getattr(target, "__name__", str(target))
     schema = getattr(target, "_schema", None)
-    if schema is not None:
-        name = schema.name
+    name = getattr(target, "__name__", str(target)) if schema is None else schema.name
     return str(name).rpartition("::")[2].partition(".")[0]

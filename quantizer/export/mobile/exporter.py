@@ -5,14 +5,18 @@ The targets for phones share this.
 
 import re
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor
+from torch.backends import mkldnn
 from torch.export import ExportedProgram
+from torch.utils.flop_counter import FlopCounterMode
 
 from quantizer.calibration.solution import Solution
 from quantizer.config.roles import is_parameter
@@ -25,14 +29,12 @@ from quantizer.export.deployment import Deployment
 from quantizer.export.exporter import Exporter, Refusal
 from quantizer.export.kernels import Kernels
 from quantizer.export.lone_layers import lone_programs
-from quantizer.export.mobile.constants import fold_constants
 from quantizer.export.mobile.kernels import DOUBTFUL, MobileEngine
-from quantizer.export.mobile.sizes import multiply_adds
 from quantizer.export.programs.coded import ProgramForm, coded_program
-from quantizer.graph.ir import Graph
+from quantizer.graph.ir import Graph, Node, references
 from quantizer.graph.tracing.batch_axes import axes_of_graph, has_open_batch, samples_in
 from quantizer.graph.tracing.trace import quiet
-from quantizer.nn.quantized_tensor import QuantizedTensor
+from quantizer.nn.network import Execution
 from quantizer.plan.model import TensorSpecs
 from quantizer.storage.files import write_bytes
 
@@ -40,6 +42,8 @@ _LOCATION = re.compile(r"^(.*: error: )?(loc\(.*\)\): )?")
 """Where a compiler's error occurred, at the beginning of its message."""
 WHOLE = "XNNPACK computes all operators"
 """The note on a file without limits."""
+_FLOPS = 2
+"""Of a multiply-add, as torch counts."""
 _UNKNOWN_HELP = "keep that part outside the quantized model, or use <--deploy onnx or pt2>"
 
 
@@ -146,25 +150,26 @@ class MobileExporter(Exporter[MobileFile]):
         kernels = engine.kernels(graph, stated.specs)
         layers = {*kernels.integer, *kernels.floating}
         kernels = replace(kernels, multiply_adds=multiply_adds(tested, layers))
-        constant: set[str] = set()
-        for layer, role in stated.tensors:
-            is_coded = layer in kernels.integer
-            if graph.by_name[layer].row.transposed:
-                is_coded &= self.form.has_transposed
-            if is_parameter(role) and not is_coded:
-                constant.add(layer)
+        coded = {
+            layer
+            for layer in kernels.integer
+            if self.form.has_transposed or not graph.by_name[layer].row.transposed
+        }
+        constant = (
+            frozenset(layer for layer, role in stated.tensors if is_parameter(role)) - coded
+        )
         most_samples = self.most_samples(deployment)
-        form = replace(self.form, constant=frozenset(constant), most_samples=most_samples)
+        form = replace(self.form, constant=constant, most_samples=most_samples)
         if form.has_ranges:
-            widened = engine.with_float_outputs(graph, stated.specs)
-            form = replace(form, widened=widened)
+            form = replace(form, widened=engine.with_float_outputs(graph, stated.specs))
         program = coded_program(tested, stated, form)
-        names: dict[str, str] = {}
-        for name, module in tested.network().module_names.items():
-            names[module] = name
+        module_names = tested.network().module_names
+        names = {module: name for name, module in module_names.items()}
         scales: dict[str, Sequence[float]] = {}
         for layer in kernels.integer:
-            scales[layer] = _output_scales(stated.tensors[layer, "weights"], graph, layer)
+            node = graph.by_name[layer]
+            outputs = graph.weight(node).shape[int(node.row.transposed)]
+            scales[layer] = stated.tensors[layer, "weights"].scale.expand(outputs).tolist()
         return MobileProgram(program, tested, kernels, names, scales, most_samples)
 
     def engine_for(self, deployment: Deployment) -> MobileEngine:
@@ -238,11 +243,18 @@ class MobileExporter(Exporter[MobileFile]):
         )
 
 
-def _output_scales(weight: QuantizedTensor, graph: Graph, layer: str) -> list[float]:
-    """Return the scale of each output of a layer."""
-    node = graph.by_name[layer]
-    outputs = graph.weight(node).shape[int(node.row.transposed)]
-    return weight.scale.expand(outputs).tolist()
+def taken_kernels(source: MobileProgram, taken: Collection[str], why: str) -> Kernels:
+    """Return the layers that a file multiplies in int8, of those that should be.
+
+    Args:
+        source: the program.
+        taken: the layers that it multiplies so.
+        why: the reason for the others.
+    """
+    asked = source.kernels.integer
+    floating = source.kernels.floating | {layer: why for layer in asked if layer not in taken}
+    integer = tuple(layer for layer in asked if layer in taken)
+    return replace(source.kernels, integer=integer, floating=floating)
 
 
 def batch_size(graph: Graph, call: Any) -> int | None:
@@ -257,9 +269,107 @@ def _with_longest(graph: Graph) -> Graph:
 
     Memory for it is planned when the file is made.
     """
-    lengths = []
-    for length in graph.lengths:
-        if length.most is None:
-            length = replace(length, most=length.traced)
-        lengths.append(length)
+    lengths = [replace(length, most=length.most or length.traced) for length in graph.lengths]
     return graph.replaced(lengths=tuple(lengths))
+
+
+@torch.no_grad()
+def multiply_adds(deployment: Deployment, layers: Collection[str]) -> dict[str, int]:
+    """Return how many multiply-adds each of some layers takes for the deployment's call."""
+    network = deployment.network()
+    inputs = network.inputs(deployment.args, deployment.kwargs)
+    execution = Execution(network, inputs)
+    sizes: dict[str, int] = {}
+    # The recurrent layers of this library hide their products
+    with quiet(), mkldnn.flags(enabled=False):
+        for node in network.graph.nodes:
+            with FlopCounterMode(display=False) as counter:
+                value = network.run_node(node, execution.values)
+            if node.name in layers:
+                sizes[node.name] = counter.get_total_flops() // _FLOPS
+            execution.put(value)
+    return sizes
+
+
+def fold_constants(deployment: Deployment) -> Deployment:
+    """Return the deployment with constants instead of layers that follow from no input.
+
+    They have the values of test mode.
+    """
+    graph = deployment.graph
+    fixed = _fixed_nodes(graph)
+    names = _folded(graph, fixed)
+    if not names:
+        return deployment
+    values: dict[str, Any] = {}
+    watchers = {name: partial(_store, values, name) for name in names}
+    with torch.no_grad():
+        deployment.network().observe(deployment.args, deployment.kwargs, watchers)
+    read = set(references(graph.output))
+    nodes: list[Node] = []
+    for node in reversed(graph.nodes):
+        if node.name in names:
+            node = replace(
+                node,
+                op="constant",
+                target="constant",
+                inputs={},
+                attrs={},
+                params={"weight": node.name},
+            )
+        if node.name in read or node.name not in fixed:
+            read.update(node.refs())
+            nodes.append(node)
+    tensors = {**graph.tensors, **values}
+    folded = graph.replaced(nodes=tuple(reversed(nodes)), tensors=tensors)
+    solution = _of_nodes(deployment.solution, folded, names)
+    return replace(deployment, graph=folded, solution=solution)
+
+
+def _of_nodes(solution: Solution, graph: Graph, names: set[str]) -> Solution:
+    """Return the solution without what the folded layers have quantized."""
+    computing = graph.by_name.keys() - names
+    results = {(name, "activation") for name in names}
+    tensors = {
+        key: tensor
+        for key, tensor in solution.tensors.items()
+        if key[0] in computing or key in results
+    }
+    weights = dict(solution.weights)
+    corrections = dict(solution.corrections)
+    for layer in {*weights, *corrections} - computing:
+        weights.pop(layer, None)
+        corrections.pop(layer, None)
+    return replace(solution, tensors=tensors, weights=weights, corrections=corrections)
+
+
+def _store(values: dict[str, Any], name: str, value: Any) -> None:
+    """Keep a copy of a value by name."""
+    values[name] = value.clone()
+
+
+def _fixed_nodes(graph: Graph) -> set[str]:
+    """Return the nodes whose values follow from the network's own tensors."""
+    fixed: set[str] = set()
+    for node in graph.nodes:
+        if node.op != "input" and fixed.issuperset(node.refs()):
+            fixed.add(node.name)
+    return fixed
+
+
+def _folded(graph: Graph, fixed: set[str]) -> set[str]:
+    """Return the fixed tensors that the rest reads and that multiplications have made."""
+    multiplied: set[str] = set()
+    read = set(references(graph.output))
+    for node in graph.nodes:
+        if node.name not in fixed:
+            read.update(node.refs())
+            continue
+        follows = not multiplied.isdisjoint(node.refs())
+        if node.row.kind == "mac" or follows:
+            multiplied.add(node.name)
+    folded: set[str] = set()
+    for name in multiplied & read:
+        if graph.by_name[name].dtype is not None:
+            folded.add(name)
+    return folded

@@ -10,10 +10,9 @@ from dataclasses import dataclass
 
 import torch
 
-from quantizer.config.model import QuantizationSpec
 from quantizer.config.roles import is_parameter
 from quantizer.export.arithmetic.operands import layer_input_spec, output_spec
-from quantizer.export.exporter import Refusal
+from quantizer.export.exporter import HALF_EVEN, Limit, Reason, Refusal, beyond
 from quantizer.export.kernels import Kernels
 from quantizer.graph.ir import Graph, Node, Ref
 from quantizer.plan.groups import layout
@@ -43,8 +42,44 @@ DOUBTFUL = (
 """Operators of the table that an engine may lack."""
 _MOST_AXES = 2
 """Of a convolution's kernel."""
-_Reason = tuple[str, str]
-"""Why a tensor cannot be held, and what to change."""
+_TO_INT8 = "quantize it to int8, or leave it float"
+_ACTIVATION_LIMITS = (
+    Limit(
+        lambda spec: spec.dtype == "int" and spec.bit_width == 8,
+        "is {number_format}, and kernels compute with int8",
+        _TO_INT8,
+    ),
+    Limit(
+        lambda spec: not spec.is_dynamic,
+        "has a range that is found at run time",
+        "give it a static range",
+    ),
+    Limit(
+        lambda spec: spec.qscheme == "per_tensor",
+        "has more than one scale",
+        "set per_channel to false there",
+    ),
+    Limit(
+        lambda spec: spec.quant_max - spec.quant_min == 255,
+        "uses only some of the 256 codes",
+        "set narrow_range to false there",
+    ),
+    HALF_EVEN,
+)
+_WEIGHT_LIMITS = (
+    Limit(
+        lambda spec: spec.dtype == "int" and spec.bit_width <= 8,
+        "is {number_format}, and kernels multiply int8",
+        _TO_INT8,
+    ),
+    Limit(lambda spec: spec.signed, "is unsigned", "set signed to true there"),
+    Limit(lambda spec: spec.symmetric, "has a zero point", "set symmetry to true there"),
+    Limit(
+        lambda spec: spec.qscheme in ("per_tensor", "per_channel"),
+        "has scales for groups of inputs",
+        "set per_channel to true there",
+    ),
+)
 
 
 @dataclass(frozen=True)
@@ -72,11 +107,14 @@ class MobileEngine:
         are_held = True
         for (layer, role), spec in specs.items():
             node = graph.by_name[layer]
-            reason: _Reason | None = None
-            if not is_parameter(role):
-                reason = self._activation_reason(spec, node)
+            reason: Reason | None = None
+            if not is_parameter(role) and node.is_float and node.dtype != torch.float32:
+                dtype = str(node.dtype).removeprefix("torch.")
+                reason = f"is computed in {dtype}", "convert the model to float32"
+            elif not is_parameter(role):
+                reason = beyond(_ACTIVATION_LIMITS, spec)
             elif role == "weights" and node.is_multiplying and not _is_grouped_transpose(node):
-                reason = self._weight_reason(spec, int(node.row.transposed))
+                reason = beyond(self._weight_limits(int(node.row.transposed)), spec)
             if reason is not None:
                 are_held = False
                 yield Refusal(*reason, layer, role)
@@ -101,62 +139,32 @@ class MobileEngine:
     def kernels(self, graph: Graph, specs: TensorSpecs) -> Kernels:
         """Return the layers that are multiplied in int8, and the reason for each other one."""
         where = layout(graph)
-        integer: list[str] = []
-        floating: dict[str, str] = {}
+        reasons: dict[str, str | None] = {}
         for node in graph.nodes:
-            if node.row.kind != "mac" or node.row.scales_channels:
-                continue
-            reason = self._float_reason(node, graph, specs, where)
-            if reason is None:
-                integer.append(node.name)
-            else:
-                floating[node.name] = reason
-        return Kernels(tuple(integer), floating)
+            if node.row.kind == "mac" and not node.row.scales_channels:
+                reasons[node.name] = self._float_reason(node, graph, specs, where)
+        floating = {layer: reason for layer, reason in reasons.items() if reason is not None}
+        integer = tuple(layer for layer in reasons if layer not in floating)
+        return Kernels(integer, floating)
 
-    def _activation_reason(self, spec: QuantizationSpec, node: Node) -> _Reason | None:
-        """Return why the engine cannot run an activation, with a remedy; None if it can."""
-        if node.is_float and node.dtype != torch.float32:
-            dtype = str(node.dtype).removeprefix("torch.")
-            return f"is computed in {dtype}", "convert the model to float32"
-        if spec.dtype != "int" or spec.bit_width != 8:
-            return (
-                f"is {_format_of(spec)}, and {self.name} computes with int8",
-                "quantize it to int8, or leave it float",
-            )
-        if spec.is_dynamic:
-            return "has a range that is found at run time", "give it a static range"
-        if spec.qscheme != "per_tensor":
-            return "has more than one scale", "set per_channel to false there"
-        if spec.quant_max - spec.quant_min != _CODES - 1:
-            return "uses only some of the 256 codes", "set narrow_range to false there"
-        if spec.round_mode != "half_even":
-            return (
-                f"is rounded by {spec.round_mode}, and {self.name} rounds half to even",
-                'set round_mode to "half_even"',
-            )
-        return None
-
-    def _weight_reason(self, spec: QuantizationSpec, axis: int) -> _Reason | None:
-        """Return why the engine cannot hold a weight, with a remedy; None if it can."""
-        if spec.dtype != "int" or spec.bit_width > 8:
-            return (
-                f"is {_format_of(spec)}, and {self.name} multiplies int8",
-                "quantize it to int8, or leave it float",
-            )
-        if not spec.signed:
-            return "is unsigned", "set signed to true there"
-        if not spec.symmetric:
-            return "has a zero point", "set symmetry to true there"
-        if spec.qscheme not in ("per_tensor", "per_channel"):
-            return "has scales for groups of inputs", "set per_channel to true there"
-        if spec.qscheme == "per_channel" and spec.ch_axis != axis:
-            return "has scales along its inputs", f"set ch_axis to {axis} there"
-        if spec.quant_min == _LEAST_CODE and not self.has_least_code:
-            return (
-                f"may have the code {_LEAST_CODE}, which {self.name} does not allow",
+    def _weight_limits(self, axis: int) -> list[Limit]:
+        """Return what the engine holds as weights, whose outputs are along an axis."""
+        limits = [
+            *_WEIGHT_LIMITS,
+            Limit(
+                lambda spec: spec.qscheme != "per_channel" or spec.ch_axis == axis,
+                "has scales along its inputs",
+                f"set ch_axis to {axis} there",
+            ),
+        ]
+        if not self.has_least_code:
+            without_least_code = Limit(
+                lambda spec: spec.quant_min != -128,
+                f"may have the code -128, which {self.name} does not allow",
                 "set narrow_range to true there",
             )
-        return None
+            limits.append(without_least_code)
+        return limits
 
     def _float_reason(
         self, node: Node, graph: Graph, specs: TensorSpecs, where: Layout
@@ -195,16 +203,11 @@ class MobileEngine:
     def with_float_outputs(self, graph: Graph, specs: TensorSpecs) -> frozenset[str]:
         """Return the layers that are multiplied in int8, and whose outputs stay in float."""
         where = layout(graph)
-        layers: set[str] = set()
-        for layer in self.kernels(graph, specs).integer:
-            node = graph.by_name[layer]
-            if _output_reason(node, graph, specs, where) is not None:
-                layers.add(layer)
-        return frozenset(layers)
-
-
-_CODES = 256
-_LEAST_CODE = -128
+        return frozenset(
+            layer
+            for layer in self.kernels(graph, specs).integer
+            if _output_reason(graph.by_name[layer], graph, specs, where) is not None
+        )
 
 
 def _is_grouped_transpose(node: Node) -> bool:
@@ -226,8 +229,3 @@ def _output_reason(node: Node, graph: Graph, specs: TensorSpecs, where: Layout) 
     if (reader.name, "input") in specs or (reader.op in _FUSED and is_quantized):
         return None
     return f"{reader.op} follows it, and its output is quantized after that"
-
-
-def _format_of(spec: QuantizationSpec) -> str:
-    """Return the number format of a spec."""
-    return f"int{spec.bit_width}" if spec.dtype == "int" else spec.dtype

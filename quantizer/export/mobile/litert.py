@@ -5,6 +5,7 @@ import io
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -24,6 +25,7 @@ from quantizer.export.mobile.exporter import (
     MobileFile,
     MobileProgram,
     batch_size,
+    taken_kernels,
 )
 from quantizer.export.mobile.kernels import MobileEngine
 from quantizer.export.mobile.litert_rewrites import (
@@ -34,14 +36,35 @@ from quantizer.export.mobile.litert_rewrites import (
     multiply_squares,
     pad_kernels,
 )
-from quantizer.export.mobile.rewrites import average_images, fold_padding, infer_batches
-from quantizer.export.mobile.tflite_file import TfliteFile, TfliteNames
-from quantizer.export.mobile.tflite_kernels import code_weights, integer_scales
+from quantizer.export.mobile.rewrites import (
+    average_images,
+    fold_padding,
+    infer_batches,
+    rewrite,
+)
+from quantizer.export.mobile.tflite_file import TfliteFile
+from quantizer.export.mobile.tflite_kernels import (
+    code_weights,
+    compute_in_float,
+    drop_factors,
+    integer_scales,
+)
 from quantizer.export.programs.coded import ProgramForm
 from quantizer.graph.ir import Graph
 from quantizer.graph.tracing.batch_axes import axes_of_graph
 from quantizer.plan.model import TensorSpecs
 
+_REWRITES = (
+    infer_batches,
+    fold_padding,
+    average_images,
+    pad_kernels,
+    cut_padding,
+    multiply_squares,
+    keep_scales_of_shares,
+    keep_scales_of_joins,
+)
+"""What the converter needs of programs, in this order. `keep_constants` comes last."""
 _PAD = torch.ops.aten.constant_pad_nd.default
 _IMAGE_SIZES = 8
 """The sizes that a padding of all four axes of an image has."""
@@ -98,39 +121,39 @@ class LitertExporter(MobileExporter):
     def compile(self, source: MobileProgram, name: str) -> MobileFile:
         """Convert the program, and count what is multiplied in int8."""
         with contextlib.redirect_stdout(io.StringIO()):
-            content = _converted(source)
+            converted = _converted(source)
         is_open = source.most_samples is not None
-        file = _finished(content, source, is_open=is_open)
-        deployment = source.tested
+        file = _finished(converted, source, is_open=is_open)
         remarks: list[str] = []
         most_samples: int | None = None
-        if is_open and not _takes_batches(file.content(), deployment):
+        if is_open and not _takes_batches(file.content(), source.tested):
             # A file with an open batch would take batches and give wrong values
-            file = _finished(content, source, is_open=False)
+            file = _finished(converted, source, is_open=False)
             most_samples = 1
             remarks.append("the file takes one sample at a time")
         elif is_open:
             remarks.append("the file takes any batch: resize its inputs before a call")
-        kernels = _kernels_of_file(source, file)
-        transposes = file.count("TRANSPOSE")
+        transposes = [*map(file.name, file.graph.operators)].count("TRANSPOSE")
         if transposes:
             verb = "changes" if transposes == 1 else "change"
             remarks.append(f"{transposes} TRANSPOSE {verb} the layout of images in memory")
-        content = file.content()
-        return MobileFile(name, content, deployment, kernels, tuple(remarks), most_samples)
+        return MobileFile(
+            name,
+            file.content(),
+            source.tested,
+            _kernels_of_file(source, file),
+            tuple(remarks),
+            most_samples,
+        )
 
     def runner(self, written: MobileFile) -> Outputs:
         """Return a call of the file in LiteRT's interpreter, with XNNPACK."""
         run = _signature(written.content)
-        deployment = written.tested
-        names = TfliteNames(deployment.input_names, deployment.output_names)
+        outputs_of = _run if written.most_samples is None else _run_apart
 
         def outputs(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Tensor]:
             """Return the outputs of a call; of each sample alone, if the file holds one."""
-            call = (args, dict(kwargs))
-            if written.most_samples is None:
-                return _run(run, names, call)
-            return _run_apart(run, deployment, call)
+            return outputs_of(run, written.tested, (args, dict(kwargs)))
 
         return outputs
 
@@ -145,15 +168,12 @@ def _converted(source: MobileProgram) -> bytes:
     import litert_torch
     from litert_torch.quantize import pt2e_quantizer, quant_config
 
-    infer_batches(source.program)
-    fold_padding(source.program)
-    average_images(source.program)
-    pad_kernels(source.program)
-    cut_padding(source.program)
-    multiply_squares(source.program)
-    keep_scales_of_shares(source.program)
-    keep_scales_of_joins(source.program)
-    keep_constants(source.program, _coded_parameters(source))
+    coded = [
+        f"network.{module}.weight"
+        for module, layer in source.layers.items()
+        if layer in source.kernels.integer
+    ]
+    rewrite(source.program, [*_REWRITES, partial(keep_constants, coded=coded)])
     _keep_layout_of_padding()
     config = pt2e_quantizer.get_symmetric_quantization_config(is_per_channel=True)
     # It quantizes nothing here. Without it the converter would leave all kernels in float.
@@ -169,15 +189,6 @@ def _converted(source: MobileProgram) -> bytes:
     )
     content: bytes = model.model_content()
     return content
-
-
-def _coded_parameters(source: MobileProgram) -> set[str]:
-    """Return the weights of layers that should be multiplied in int8, by their names there."""
-    names: set[str] = set()
-    for module, layer in source.layers.items():
-        if layer in source.kernels.integer:
-            names.add(f"network.{module}.weight")
-    return names
 
 
 def _keep_layout_of_padding() -> None:
@@ -208,16 +219,13 @@ def _kernels_of_file(source: MobileProgram, file: TfliteFile) -> Kernels:
     The converter keeps no names of layers, so weights are found by their scales.
     """
     counts = Counter(integer_scales(file))
-    integer: list[str] = []
-    floating = dict(source.kernels.floating)
+    taken: set[str] = set()
     for layer in source.kernels.integer:
         scales = tuple(source.scales[layer])
         if counts[scales]:
             counts[scales] -= 1
-            integer.append(layer)
-        else:
-            floating[layer] = "the converter made no int8 operator of it"
-    return Kernels(tuple(integer), floating, multiply_adds=source.kernels.multiply_adds)
+            taken.add(layer)
+    return taken_kernels(source, taken, "the converter made no int8 operator of it")
 
 
 def _signature(content: bytes) -> Any:
@@ -238,21 +246,26 @@ def _finished(content: bytes, source: MobileProgram, *, is_open: bool) -> Tflite
         file.open_batch()
     deployment = source.tested
     is_float = _is_float(deployment)
-    names = TfliteNames(deployment.input_names, deployment.output_names)
     if is_float:
         code_weights(file, [*source.scales.values()])
-    file.finish(names, deployment.origin.text(), in_float=is_float)
+    drop_factors(file)
+    if is_float:
+        file.give_float_ends()
+        compute_in_float(file)
+    file.describe(deployment.input_names, deployment.output_names, deployment.origin.text())
     return file
 
 
 def _takes_batches(content: bytes, deployment: Deployment) -> bool:
     """Return whether a file gives for a batch what it gives for each of its samples."""
-    call = _first_samples(deployment)
-    names = TfliteNames(deployment.input_names, deployment.output_names)
+    whole = (deployment.args, dict(deployment.kwargs))
+    size = batch_size(deployment.graph, whole) or 1
+    # The first two samples, or one of them twice
+    call = _samples(deployment, whole, [0, min(1, size - 1)])
     run = _signature(content)
     apart = _run_apart(run, deployment, call)
     try:
-        outputs = _run(run, names, call)
+        outputs = _run(run, deployment, call)
     except (RuntimeError, ValueError):
         return False
     for ours, theirs in zip(apart, outputs, strict=True):
@@ -261,40 +274,27 @@ def _takes_batches(content: bytes, deployment: Deployment) -> bool:
     return True
 
 
-def _first_samples(deployment: Deployment) -> Any:
-    """Return a call with two samples: the first ones of the data, or one of them twice."""
-    call = (deployment.args, dict(deployment.kwargs))
-    size = batch_size(deployment.graph, call) or 1
-    return _samples(deployment, call, [0, min(1, size - 1)])
-
-
 def _run_apart(run: Any, deployment: Deployment, call: Any) -> list[Tensor]:
     """Return the outputs of a file that runs on each sample of a batch."""
-    names = TfliteNames(deployment.input_names, deployment.output_names)
     rows: list[list[Tensor]] = []
     for index in range(batch_size(deployment.graph, call) or 1):
-        rows.append(_run(run, names, _samples(deployment, call, [index])))
+        rows.append(_run(run, deployment, _samples(deployment, call, [index])))
     outputs: list[Tensor] = []
     for output, parts in zip(deployment.outputs, zip(*rows, strict=True), strict=True):
         shape = deployment.graph.by_name[output.node].shape or (None,)
-        joined = parts[0]
-        if None in shape:
-            joined = torch.cat(parts, shape.index(None))
+        joined = torch.cat(parts, shape.index(None)) if None in shape else parts[0]
         outputs.append(joined)
     return outputs
 
 
-def _run(run: Any, names: TfliteNames, call: Any) -> list[Tensor]:
+def _run(run: Any, deployment: Deployment, call: Any) -> list[Tensor]:
     """Return the outputs of a file as floats."""
     details = run.get_input_details()
     feed: dict[str, Any] = {}
-    for name, tensor in zip(names.inputs, tensor_leaves(call), strict=True):
+    for name, tensor in zip(deployment.input_names, tensor_leaves(call), strict=True):
         feed[name] = _as_input(tensor, details[name])
     results = run(**feed)
-    outputs: list[Tensor] = []
-    for name in names.outputs:
-        outputs.append(_from_output(results[name], run, name))
-    return outputs
+    return [_from_output(results[name], run, name) for name in deployment.output_names]
 
 
 def _as_input(tensor: Tensor, details: Mapping[str, Any]) -> Any:

@@ -1,6 +1,7 @@
 """Rewrites programs around what LiteRT's converter and kernels lack, with the same values."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -9,7 +10,7 @@ from torch.export import ExportedProgram
 from torch.fx import Node
 from torch.nn.functional import pad
 
-from quantizer.export.mobile.rewrites import ONE_SCALE
+from quantizer.export.mobile.rewrites import ONE_SCALE, called, calls, change_parameter
 from quantizer.export.programs.qdq import DEQUANTIZE, QUANTIZE
 
 _ATEN = torch.ops.aten
@@ -64,31 +65,23 @@ def pad_kernels(program: ExportedProgram) -> None:
 
     The converter refuses output padding.
     """
-    parameters = program.graph_signature.inputs_to_parameters
     padded: set[str] = set()
-    for node in _calls(program, _TRANSPOSED):
+    for node in calls(program, *_TRANSPOSED):
         settings = _settings(node)
         weight = settings["weight"]
         amounts = settings["output_padding"]
-        name = parameters.get(weight.name)
-        is_dilated = any(size != 1 for size in settings["dilation"])
-        if name is None or is_dilated or not any(amounts):
+        name = program.graph_signature.inputs_to_parameters.get(weight.name)
+        if name is None or _is_dilated(settings) or not any(amounts):
             continue
         # `pad` takes the sizes before and after each axis, from the last axis on
         sizes: list[int] = []
         for amount in reversed(amounts):
-            sizes.append(0)
-            sizes.append(amount)
+            sizes += [0, amount]
         if name not in padded:
             padded.add(name)
-            stored = program.state_dict[name]
-            weights = pad(stored.detach(), sizes)
-            parameter = torch.nn.Parameter(weights, requires_grad=False)
-            program.state_dict[name] = parameter
-            weight.meta["val"] = pad(weight.meta["val"], sizes)
+            change_parameter(program, weight, partial(pad, pad=sizes))
         settings["output_padding"] = [0] * len(amounts)
         node.args = tuple(settings.values())
-    program.graph_module.recompile()
 
 
 def cut_padding(program: ExportedProgram) -> None:
@@ -97,52 +90,31 @@ def cut_padding(program: ExportedProgram) -> None:
     The converter takes a padding only if the result has as many strides as the input has
     values.
     """
-    for node in _calls(program, _TRANSPOSED):
+    for node in calls(program, *_TRANSPOSED):
         settings = _settings(node)
         padding = settings["padding"]
-        is_undilated = all(size == 1 for size in settings["dilation"])
-        weight = settings["weight"].meta["val"]
-        kernel = [*weight.shape[2:]]
-        sums: list[int] = []
-        for step, cut in zip(settings["stride"], padding, strict=True):
-            sums.append(step + 2 * cut)
-        if not any(padding):
-            continue
+        pairs = zip(settings["stride"], padding, strict=True)
+        sums = [step + 2 * cut for step, cut in pairs]
         # The result has as many strides as the input has values if kernel = stride + 2 padding
-        if is_undilated and sums == kernel:
+        is_taken = [*settings["weight"].meta["val"].shape[2:]] == sums
+        is_taken &= not _is_dilated(settings)
+        if is_taken or not any(padding):
             continue
         settings["padding"] = [0] * len(padding)
         node.args = tuple(settings.values())
         readers = list(node.users)
-        last = _sliced(node, padding)
+        last = node
+        for axis, cut in enumerate(padding, start=2):
+            stop = cut + node.meta["val"].shape[axis]
+            with node.graph.inserting_after(last):
+                last = called(_ATEN.slice.Tensor, last, axis, cut, stop)
         for reader in readers:
             reader.replace_input_with(node, last)
-    program.graph_module.recompile()
 
 
-def _sliced(node: Node, padding: list[int]) -> Node:
-    """Insert slices after a node that cut the padding off each axis from the third on; return
-    the last slice.
-    """
-    graph = node.graph
-    result = node.meta["val"]
-    last = node
-    for axis, cut in enumerate(padding, start=2):
-        stop = cut + result.shape[axis]
-        operands = (last, axis, cut, stop)
-        with graph.inserting_after(last):
-            last = graph.call_function(_ATEN.slice.Tensor, operands)
-        last.meta["val"] = result
-    return last
-
-
-def _calls(program: ExportedProgram, targets: tuple[Any, ...]) -> list[Node]:
-    """Return the nodes that call one of some operators."""
-    nodes: list[Node] = []
-    for target in targets:
-        of_target = program.graph.find_nodes(op="call_function", target=target)
-        nodes.extend(of_target)
-    return nodes
+def _is_dilated(settings: Mapping[str, Any]) -> bool:
+    """Return whether the kernel of a convolution has gaps."""
+    return any(size != 1 for size in settings["dilation"])
 
 
 def _settings(node: Node) -> dict[str, Any]:
@@ -156,21 +128,18 @@ def _settings(node: Node) -> dict[str, Any]:
     for argument, value in zip(arguments, node.args, strict=False):
         settings[argument.name] = value
     for name, value in settings.items():
-        is_list = isinstance(value, list | tuple)
-        if is_list and len(value) == 1:
+        if isinstance(value, list | tuple) and len(value) == 1:
             settings[name] = [*value] * axes
     return settings
 
 
 def multiply_squares(program: ExportedProgram) -> None:
     """Write squares as products; the converter refuses some powers."""
-    for node in _calls(program, _SQUARES):
+    for node in calls(program, *_SQUARES):
         value, *exponents = node.args
-        if exponents not in ([], [2], [2.0]):
-            continue
-        node.target = _ATEN.mul.Tensor
-        node.args = (value, value)
-    program.graph_module.recompile()
+        if exponents in ([], [2], [2.0]):
+            node.target = _ATEN.mul.Tensor
+            node.args = (value, value)
 
 
 def keep_scales_of_shares(program: ExportedProgram) -> None:
@@ -179,14 +148,13 @@ def keep_scales_of_shares(program: ExportedProgram) -> None:
     LiteRT's int8 kernels of these have one scale, 1/256 or 1/128, and fail with another. A
     clamp that changes no value keeps the converter from using them.
     """
-    for node in _calls(program, _SHARES):
+    for node in calls(program, *_SHARES):
         if node.target in _SOFTMAX:
             # The converter would round the maximum, and no longer find a softmax.
             _hide(node.all_input_nodes[0], node)
         _clamp_before_codes(node, _ATEN.relu.default, ())
-    for node in _calls(program, _SIGNED_SHARES):
+    for node in calls(program, *_SIGNED_SHARES):
         _clamp_before_codes(node, _ATEN.hardtanh.default, (-1.0, 1.0))
-    program.graph_module.recompile()
 
 
 def keep_scales_of_joins(program: ExportedProgram) -> None:
@@ -197,10 +165,10 @@ def keep_scales_of_joins(program: ExportedProgram) -> None:
     converter from using its int8 kernel.
     """
     graph = program.graph
-    for node in _calls(program, _INEXACT_IN_LITERT):
+    for node in calls(program, *_INEXACT_IN_LITERT):
         values = node.all_input_nodes
         codes = {_codes_of(value) for value in values}
-        after = {_codes_after(reader) for reader in node.users}
+        after = {_codes_if(reader, QUANTIZE) for reader in node.users}
         is_join = node.target is _ATEN.cat.default
         is_coded_after = len(after) == 1 and None not in after
         if codes == {None} and node.target in _LEAKY:
@@ -220,7 +188,6 @@ def keep_scales_of_joins(program: ExportedProgram) -> None:
             halved = _times(node, 0.5)
         node.replace_all_uses_with(halved)
         halved.args = (node, 0.5)
-    program.graph_module.recompile()
 
 
 def keep_constants(program: ExportedProgram, coded: Collection[str]) -> None:
@@ -249,23 +216,18 @@ def keep_constants(program: ExportedProgram, coded: Collection[str]) -> None:
         if is_choosing or _pads_with_values(name, node):
             for reader in list(node.users):
                 _hide(node, reader)
-    program.graph_module.recompile()
 
 
 def _name_of(node: Node) -> str:
     """Return the name of an operator, in place or not; empty if it is none of torch."""
-    target = node.target
-    if not isinstance(target, torch._ops.OpOverload):
-        return ""
-    name: str = target.overloadpacket.__name__
-    return name.removesuffix("_")
+    packet = getattr(node.target, "overloadpacket", None)
+    return "" if packet is None else str(packet.__name__).removesuffix("_")
 
 
 def _pads_with_values(name: str, node: Node) -> bool:
     """Return whether an operator pads with something else than zeros."""
-    fills = node.args[2:]
-    numbers = [fill for fill in fills if not isinstance(fill, str)]
-    return name in _PADDING and any(numbers)
+    fills = [fill for fill in node.args[2:] if not isinstance(fill, str)]
+    return name in _PADDING and any(fills)
 
 
 def _leads_to_codes(reader: Node) -> bool:
@@ -292,20 +254,13 @@ def _constants(program: ExportedProgram, coded: Collection[str]) -> set[Node]:
         namespace = getattr(node.target, "namespace", "")
         if is_fixed and namespace != DEQUANTIZE.namespace:
             fixed.add(node)
-    return set(filter(_has_values, fixed))
-
-
-def _has_values(node: Node) -> bool:
-    """Return whether a node makes a tensor of several floats."""
-    return _is_float(node) and node.meta["val"].numel() != 1
+    return {node for node in fixed if _is_float(node) and node.meta["val"].numel() != 1}
 
 
 def _is_float(node: Node) -> bool:
     """Return whether a node makes one tensor of floats."""
     value = node.meta.get("val")
-    if not isinstance(value, Tensor):
-        return False
-    return value.is_floating_point()
+    return isinstance(value, Tensor) and value.is_floating_point()
 
 
 def _hide(value: Node, reader: Node, *, is_layer: bool = False) -> None:
@@ -316,22 +271,17 @@ def _hide(value: Node, reader: Node, *, is_layer: bool = False) -> None:
     """
     if not _is_float(value):
         return
-    graph = value.graph
-    with graph.inserting_before(reader):
+    with value.graph.inserting_before(reader):
         hidden = _times(value, 2.0)
         if is_layer:
-            operands = (hidden, *_BOUNDS)
-            hidden = graph.call_function(_ATEN.hardtanh.default, operands)
-            hidden.meta["val"] = value.meta["val"]
+            hidden = called(_ATEN.hardtanh.default, hidden, *_BOUNDS)
         hidden = _times(hidden, 0.5)
     reader.replace_input_with(value, hidden)
 
 
-def _codes_after(reader: Node) -> Any:
-    """Return scale, zero point and codes with which a reader quantizes a value; None if it does
-    not quantize.
-    """
-    return reader.args[1:] if reader.target is QUANTIZE else None
+def _codes_if(node: Node, target: Any) -> Any:
+    """Return scale, zero point and codes of a call of an operator; None for other nodes."""
+    return node.args[1:] if node.target is target else None
 
 
 def _codes_of(value: Node) -> Any:
@@ -343,23 +293,18 @@ def _codes_of(value: Node) -> Any:
     if value.target in _JOINS:
         codes = {_codes_of(part) for part in value.all_input_nodes}
         return codes.pop() if len(codes) == 1 else None
-    return value.args[1:] if value.target is DEQUANTIZE else None
+    return _codes_if(value, DEQUANTIZE)
 
 
 def _times(value: Node, factor: float) -> Node:
     """Insert the product of a value and a number."""
-    product = value.graph.call_function(_ATEN.mul.Tensor, (value, factor))
-    product.meta["val"] = value.meta["val"]
-    return product
+    return called(_ATEN.mul.Tensor, value, factor)
 
 
 def _clamp_before_codes(node: Node, clamp: Any, bounds: tuple[float, ...]) -> None:
     """Insert a clamp between a value and its quantization."""
-    graph = node.graph
     for reader in list(node.users):
-        if reader.target is not QUANTIZE:
-            continue
-        with graph.inserting_before(reader):
-            clamped = graph.call_function(clamp, (node, *bounds))
-        clamped.meta["val"] = node.meta["val"]
-        reader.replace_input_with(node, clamped)
+        if reader.target is QUANTIZE:
+            with node.graph.inserting_before(reader):
+                clamped = called(clamp, node, *bounds)
+            reader.replace_input_with(node, clamped)

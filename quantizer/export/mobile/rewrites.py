@@ -1,5 +1,6 @@
 """Rewrites programs in the form that the compilers of phones take, with the same values."""
 
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -57,17 +58,44 @@ _LIST_FILLS = {"stride": 1, "padding": 0, "output_padding": 0, "dilation": 1}
 """The value that a second axis gets, by the argument of a convolution."""
 
 
+def rewrite(
+    program: ExportedProgram, rewrites: Iterable[Callable[[ExportedProgram], None]]
+) -> None:
+    """Change a program by each of some functions."""
+    for change in rewrites:
+        change(program)
+    program.graph_module.recompile()
+
+
+def calls(program: ExportedProgram, *targets: Any) -> list[Any]:
+    """Return the nodes that call one of some operators. Their arguments may be of any type."""
+    nodes: list[Any] = []
+    for target in targets:
+        nodes += program.graph.find_nodes(op="call_function", target=target)
+    return nodes
+
+
+def called(target: Any, value: Node, *others: Any) -> Node:
+    """Insert a call whose result is like its first argument."""
+    result = value.graph.call_function(target, (value, *others))
+    result.meta["val"] = value.meta["val"]
+    return result
+
+
+def _sizes_of(value: Tensor) -> list[int]:
+    """Return the sizes of a value, with -1 for those that are open."""
+    return [size if isinstance(size, int) else -1 for size in value.shape]
+
+
 def infer_batches(program: ExportedProgram) -> None:
     """Let each reshape find the batch size itself: XNNPACK refuses sizes that are computed."""
-    for target in _RESHAPES:
-        for node in program.graph.find_nodes(op="call_function", target=target):
-            sizes = [size if isinstance(size, int) else -1 for size in node.meta["val"].shape]
-            if sizes.count(-1) == 1:
-                node.target = _RESHAPE
-                node.args = (node.args[0], sizes)
-                node.kwargs = {}
+    for node in calls(program, *_RESHAPES):
+        sizes = _sizes_of(node.meta["val"])
+        if sizes.count(-1) == 1:
+            node.target = _RESHAPE
+            node.args = (node.args[0], sizes)
+            node.kwargs = {}
     program.graph.eliminate_dead_code()
-    program.graph_module.recompile()
 
 
 def average_images(program: ExportedProgram) -> None:
@@ -76,40 +104,35 @@ def average_images(program: ExportedProgram) -> None:
     Only that has int8 kernels. If the average is quantized next, its codes come first.
     """
     graph = program.graph
-    for node in graph.find_nodes(op="call_function", target=_MEAN):
+    for node in calls(program, _MEAN):
         value, axes, *others = node.args
-        shape = node.meta["val"].shape
-        if len(shape) != 2 or sorted(axes) not in _IMAGE_AXES:
-            continue
-        if any(others) or node.kwargs:
+        reduced = node.meta["val"]
+        is_of_image = reduced.dim() == 2 and sorted(axes) in _IMAGE_AXES
+        if not is_of_image or any(others) or node.kwargs:
             continue
         readers = list(node.users)
         node.args = (value, axes, True)
-        reduced = node.meta["val"]
         node.meta["val"] = reduced[..., None, None]
         last = node
-        with graph.inserting_after(node):
-            if len(readers) == 1 and readers[0].target is QUANTIZE:
-                last = _quantized(node, readers[0])
+        if len(readers) == 1 and readers[0].target is QUANTIZE:
+            last = _quantized(node, readers[0])
         with graph.inserting_after(last):
-            sizes = [size if isinstance(size, int) else -1 for size in shape]
-            dropped = graph.call_function(_RESHAPE, (last, sizes))
+            dropped = called(_RESHAPE, last, _sizes_of(reduced))
         dropped.meta["val"] = reduced
         for reader in readers:
             reader.replace_input_with(node, dropped)
-    program.graph_module.recompile()
 
 
 def _quantized(node: Node, quantize: Node) -> Node:
     """Insert a quantization of a node and its dequantization, with the scale of `quantize`;
     return the latter.
     """
-    graph = node.graph
     qparams = quantize.args[1:]
-    codes = graph.call_function(QUANTIZE, (node, *qparams))
+    with node.graph.inserting_after(node):
+        codes = called(QUANTIZE, node, *qparams)
     codes.meta["val"] = node.meta["val"].to(torch.int8)
-    with graph.inserting_after(codes):
-        values = graph.call_function(DEQUANTIZE, (codes, *qparams))
+    with node.graph.inserting_after(codes):
+        values = called(DEQUANTIZE, codes, *qparams)
     values.meta["val"] = node.meta["val"]
     return values
 
@@ -120,7 +143,7 @@ def fold_padding(program: ExportedProgram) -> None:
     A quantized zero is exact, so the values are the same. LiteRT would transpose images before
     and after each padding, and XNNPACK would pad apart from the convolution.
     """
-    for node in program.graph.find_nodes(op="call_function", target=_CONVOLUTION):
+    for node in calls(program, _CONVOLUTION):
         pad = _padding_before(node)
         if pad is None:
             continue
@@ -130,21 +153,16 @@ def fold_padding(program: ExportedProgram) -> None:
         stated = list(node.args)
         for default in _DEFAULTS[len(stated) - 2 :]:
             stated.append(default)
-        sums: list[int] = []
-        for size, amount in zip(stated[_PADDING_INDEX], amounts, strict=True):
-            sums.append(size + amount)
-        stated[_PADDING_INDEX] = sums
+        pairs = zip(stated[_PADDING_INDEX], amounts, strict=True)
+        stated[_PADDING_INDEX] = [size + amount for size, amount in pairs]
         node.args = tuple(stated)
         source: Any = pad.args[0]
         pad.replace_all_uses_with(source)
-    for node in program.graph.find_nodes(op="call_function", target=QUANTIZE):
+    for node in calls(program, QUANTIZE):
         source = node.args[0]
-        if source.target is not DEQUANTIZE:
-            continue
-        if source.args[1:] == node.args[1:]:
+        if source.target is DEQUANTIZE and source.args[1:] == node.args[1:]:
             node.replace_all_uses_with(source.args[0])
     program.graph.eliminate_dead_code()
-    program.graph_module.recompile()
 
 
 def _padding_before(node: Node) -> Node | None:
@@ -167,11 +185,8 @@ def _symmetric_amounts(pad: Node) -> list[int] | None:
     if len(sizes) != _IMAGE_ENDS or pad.kwargs or not is_zero:
         return None
     left, right, top, bottom = sizes
-    if left != right or left < 0:
-        return None
-    if top != bottom or top < 0:
-        return None
-    return [top, left]
+    is_symmetric = left == right and top == bottom and min(left, top) >= 0
+    return [top, left] if is_symmetric else None
 
 
 def round_before_moves(program: ExportedProgram) -> None:
@@ -179,29 +194,24 @@ def round_before_moves(program: ExportedProgram) -> None:
 
     Engines fail or compute other values where these scales differ.
     """
-    graph = program.graph
-    for target in ONE_SCALE:
-        for node in graph.find_nodes(op="call_function", target=target):
-            readers = list(node.users)
-            if len(readers) != 1 or readers[0].target is not QUANTIZE:
-                continue
-            # Sizes of reshapes may be nodes, too.
-            inputs = node.all_input_nodes
-            values = [value for value in inputs if isinstance(value.meta["val"], Tensor)]
-            for value in values:
-                source, reader = source_of_codes(value, node)
-                is_coded = source.target is DEQUANTIZE
-                if is_coded and source.args[1:] == readers[0].args[1:]:
-                    continue
-                if not is_coded and len(values) == 1:
-                    continue
-                with graph.inserting_after(source):
-                    rounded = _quantized(source, readers[0])
+    for node in calls(program, *ONE_SCALE):
+        readers = list(node.users)
+        if len(readers) != 1 or readers[0].target is not QUANTIZE:
+            continue
+        # Sizes of reshapes may be nodes, too.
+        inputs = node.all_input_nodes
+        values = [value for value in inputs if isinstance(value.meta["val"], Tensor)]
+        for value in values:
+            source, reader = _source_of_codes(value, node)
+            is_fitting = len(values) == 1
+            if source.target is DEQUANTIZE:
+                is_fitting = source.args[1:] == readers[0].args[1:]
+            if not is_fitting:
+                rounded = _quantized(source, readers[0])
                 reader.replace_input_with(source, rounded)
-    program.graph_module.recompile()
 
 
-def source_of_codes(value: Node, reader: Node) -> tuple[Node, Node]:
+def _source_of_codes(value: Node, reader: Node) -> tuple[Node, Node]:
     """Return where a value comes from before operators of `ONE_SCALE`, and what reads it there.
 
     Such operators are passed only while nothing else reads what they return.
@@ -214,22 +224,18 @@ def source_of_codes(value: Node, reader: Node) -> tuple[Node, Node]:
 
 def slice_parts(program: ExportedProgram) -> None:
     """Write the parts of a value as slices. ExecuTorch fixes the batch at a chunk."""
-    graph = program.graph
-    for target in _PARTS:
-        for node in graph.find_nodes(op="call_function", target=target):
-            value, _, *axes = node.args
-            (axis,) = axes or [0]
-            sizes = [part.shape[axis] for part in node.meta["val"]]
-            if not all(isinstance(size, int) for size in sizes):
-                continue
-            for part in list(node.users):
-                index = part.args[1]
-                start = sum(sizes[:index])
-                stop = start + sizes[index]
-                part.target = _ATEN.slice.Tensor
-                part.args = (value, axis, start, stop)
-    graph.eliminate_dead_code()
-    program.graph_module.recompile()
+    for node in calls(program, *_PARTS):
+        value, _, *axes = node.args
+        (axis,) = axes or [0]
+        sizes = [part.shape[axis] for part in node.meta["val"]]
+        if not all(isinstance(size, int) for size in sizes):
+            continue
+        for part in list(node.users):
+            index = part.args[1]
+            start = sum(sizes[:index])
+            part.target = _ATEN.slice.Tensor
+            part.args = (value, axis, start, start + sizes[index])
+    program.graph.eliminate_dead_code()
 
 
 def write_softplus(program: ExportedProgram) -> None:
@@ -238,42 +244,30 @@ def write_softplus(program: ExportedProgram) -> None:
     ExecuTorch's kernel of `where` takes images in another layout than XNNPACK gives.
     """
     graph = program.graph
-    for target in _FACTORS:
-        for node in graph.find_nodes(op="call_function", target=target):
-            value, *settings = node.args
-            # Softplus has a factor, and a limit beyond which no float shows the difference
-            factor = _FACTORS[target]
-            if settings:
-                factor = settings[0]
-            with graph.inserting_before(node):
-                result = _softplus(value, factor)
-                if target in _MISHES:
-                    result = _called(_ATEN.tanh.default, result)
-                    result = _called(_ATEN.mul.Tensor, result, value)
-            node.replace_all_uses_with(result)
-            graph.erase_node(node)
-    program.graph_module.recompile()
+    for node in calls(program, *_FACTORS):
+        value, *settings = node.args
+        # Softplus has a factor, and a limit beyond which no float shows the difference
+        factor = settings[0] if settings else _FACTORS[node.target]
+        with graph.inserting_before(node):
+            result = _softplus(value, factor)
+            if node.target in _MISHES:
+                result = called(_ATEN.tanh.default, result)
+                result = called(_ATEN.mul.Tensor, result, value)
+        node.replace_all_uses_with(result)
+        graph.erase_node(node)
 
 
 def _softplus(value: Node, factor: float) -> Node:
     """Insert log(1 + exp(factor * value)) / factor, in which nothing overflows."""
-    scaled = _called(_ATEN.mul.Tensor, value, factor)
-    size = _called(_ATEN.abs.default, scaled)
-    negative = _called(_ATEN.neg.default, size)
-    power = _called(_ATEN.exp.default, negative)
-    increased = _called(_ATEN.add.Tensor, power, 1.0)
-    logarithm = _called(_ATEN.log.default, increased)
-    positive = _called(_ATEN.relu.default, scaled)
-    total = _called(_ATEN.add.Tensor, positive, logarithm)
-    inverse = 1 / factor
-    return _called(_ATEN.mul.Tensor, total, inverse)
-
-
-def _called(target: Any, value: Node, *others: Any) -> Node:
-    """Insert a call whose result is like its first argument."""
-    result = value.graph.call_function(target, (value, *others))
-    result.meta["val"] = value.meta["val"]
-    return result
+    scaled = called(_ATEN.mul.Tensor, value, factor)
+    logarithm = scaled
+    for operator in (_ATEN.abs.default, _ATEN.neg.default, _ATEN.exp.default):
+        logarithm = called(operator, logarithm)
+    logarithm = called(_ATEN.add.Tensor, logarithm, 1.0)
+    logarithm = called(_ATEN.log.default, logarithm)
+    positive = called(_ATEN.relu.default, scaled)
+    total = called(_ATEN.add.Tensor, positive, logarithm)
+    return called(_ATEN.mul.Tensor, total, 1 / factor)
 
 
 def add_axes(program: ExportedProgram) -> None:
@@ -281,27 +275,32 @@ def add_axes(program: ExportedProgram) -> None:
 
     ExecuTorch does so itself, but takes those between quantized values for int8.
     """
-    graph = program.graph
-    parameters = program.graph_signature.inputs_to_parameters
     reshaped: set[str] = set()
-    for target, two_axes in _CONVOLUTIONS_1D.items():
-        for node in graph.find_nodes(op="call_function", target=target):
-            _, weight, *others = node.args
-            name = parameters.get(weight.name)
-            if name is None:
-                continue
-            if name not in reshaped:
-                reshaped.add(name)
-                weights = program.state_dict[name].detach().unsqueeze(-1)
-                program.state_dict[name] = torch.nn.Parameter(weights, requires_grad=False)
-                weight.meta["val"] = weight.meta["val"].unsqueeze(-1)
-            settings: list[Any] = []
-            for argument, setting in zip(target._schema.arguments[2:], others, strict=False):
-                if argument.name in _LIST_FILLS:
-                    setting = [*setting, _LIST_FILLS[argument.name]]
-                settings.append(setting)
-            _with_axis(node, two_axes, (weight, *settings))
-    program.graph_module.recompile()
+    for node in calls(program, *_CONVOLUTIONS_1D):
+        _, weight, *others = node.args
+        name = program.graph_signature.inputs_to_parameters.get(weight.name)
+        if name is None:
+            continue
+        if name not in reshaped:
+            reshaped.add(name)
+            change_parameter(program, weight, lambda values: values.unsqueeze(-1))
+        settings: list[Any] = []
+        target: Any = node.target
+        for argument, setting in zip(target._schema.arguments[2:], others, strict=False):
+            if argument.name in _LIST_FILLS:
+                setting = [*setting, _LIST_FILLS[argument.name]]
+            settings.append(setting)
+        _with_axis(node, _CONVOLUTIONS_1D[target], (weight, *settings))
+
+
+def change_parameter(
+    program: ExportedProgram, node: Node, change: Callable[[Tensor], Tensor]
+) -> None:
+    """Change the values of a parameter that a node of a program stands for."""
+    name = program.graph_signature.inputs_to_parameters[node.name]
+    values = change(program.state_dict[name].detach())
+    program.state_dict[name] = torch.nn.Parameter(values, requires_grad=False)
+    node.meta["val"] = change(node.meta["val"])
 
 
 def _with_axis(node: Node, target: Any, arguments: tuple[Any, ...]) -> None:
@@ -309,11 +308,11 @@ def _with_axis(node: Node, target: Any, arguments: tuple[Any, ...]) -> None:
     graph = node.graph
     value: Any = node.args[0]
     with graph.inserting_before(node):
-        image = graph.call_function(_ATEN.unsqueeze.default, (value, -1))
+        image = called(_ATEN.unsqueeze.default, value, -1)
         image.meta["val"] = value.meta["val"].unsqueeze(-1)
-        convolved = graph.call_function(target, (image, *arguments))
+        convolved = called(target, image, *arguments)
         convolved.meta["val"] = node.meta["val"].unsqueeze(-1)
-        squeezed = graph.call_function(_ATEN.squeeze.dim, (convolved, -1))
+        squeezed = called(_ATEN.squeeze.dim, convolved, -1)
         squeezed.meta["val"] = node.meta["val"]
     node.replace_all_uses_with(squeezed)
     graph.erase_node(node)

@@ -1,27 +1,149 @@
-"""Edits a .tflite file: inputs, outputs, batch, and what it says of itself."""
+"""Edits a .tflite file: operators, tensors, inputs, outputs, batch, and what it says of itself.
+
+It needs `ai_edge_litert`, which is imported where it is used.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-
-from quantizer.export.mobile.tflite_kernels import compute_in_float, drop_factors
-from quantizer.export.mobile.tflite_tables import TfliteTables
+from numpy.typing import NDArray
 
 _METADATA = "quantizer"
 
 
-@dataclass(frozen=True)
-class TfliteNames:
-    """The names of inputs and outputs, in order."""
+@dataclass
+class TfliteFile:
+    """A file as tables that can be changed.
 
-    inputs: Sequence[str]
-    outputs: Sequence[str]
+    Attributes:
+        model: the table of the file.
+        schema: the classes of all tables.
+        operators: the names of operators by their numbers.
+    """
 
+    model: Any
+    schema: Any
+    operators: dict[int, str]
 
-class TfliteFile(TfliteTables):
-    """A file whose inputs, outputs and batch can be changed."""
+    @classmethod
+    def of(cls, content: bytes) -> "TfliteFile":
+        """Return the tables of a file."""
+        from ai_edge_litert import schema_py_generated
+        from ai_edge_litert.tools import flatbuffer_utils
+
+        model = flatbuffer_utils.read_model_from_bytearray(bytearray(content))
+        numbers = vars(schema_py_generated.BuiltinOperator)
+        operators = {code: name for name, code in numbers.items() if isinstance(code, int)}
+        return cls(model, schema_py_generated, operators)
+
+    def content(self) -> bytes:
+        """Return the bytes of the file."""
+        from ai_edge_litert.tools import flatbuffer_utils
+
+        return bytes(flatbuffer_utils.convert_object_to_bytearray(self.model))
+
+    @property
+    def graph(self) -> Any:
+        """Return the table of the network."""
+        return self.model.subgraphs[0]
+
+    def name(self, row: Any) -> str:
+        """Return the name of an operator."""
+        return self._name_of_code(self.model.operatorCodes[row.opcodeIndex])
+
+    def _name_of_code(self, code: Any) -> str:
+        return self.operators[max(code.builtinCode, code.deprecatedBuiltinCode)]
+
+    def is_int8(self, place: int) -> bool:
+        """Return whether a tensor is int8."""
+        is_int8: bool = self.graph.tensors[place].type == self.schema.TensorType.INT8
+        return is_int8
+
+    def is_float(self, place: int) -> bool:
+        """Return whether a tensor is float32."""
+        is_float: bool = self.graph.tensors[place].type == self.schema.TensorType.FLOAT32
+        return is_float
+
+    def data(self, place: int) -> bytes:
+        """Return the values of a tensor that has them in the file; none for other tensors."""
+        buffer = self.model.buffers[self.graph.tensors[place].buffer]
+        return b"" if buffer.data is None else bytes(buffer.data)
+
+    def makers(self) -> dict[int, Any]:
+        """Return the operator that makes each tensor."""
+        makers: dict[int, Any] = {}
+        for row in self.graph.operators:
+            for place in row.outputs:
+                makers[place] = row
+        return makers
+
+    def readers(self, place: int) -> list[Any]:
+        """Return the operators that read a tensor."""
+        return [row for row in self.graph.operators if place in row.inputs]
+
+    def has_one_reader(self, place: int) -> bool:
+        """Return whether one operator reads a tensor, and the network does not return it."""
+        is_returned = place in self.graph.outputs
+        return len(self.readers(place)) == 1 and not is_returned
+
+    def tensor(self, kind: str, shape: Sequence[int]) -> int:
+        """Add a tensor, and return its place.
+
+        Args:
+            kind: a name of `schema.TensorType`.
+        """
+        tensor = self.schema.TensorT()
+        tensor.type = getattr(self.schema.TensorType, kind)
+        tensor.shape = np.array(shape, np.int32)
+        tensors = self.graph.tensors
+        tensor.name = f"added_{len(tensors)}"
+        tensors.append(tensor)
+        return len(tensors) - 1
+
+    def constant(self, kind: str, values: NDArray[Any]) -> int:
+        """Add a tensor with values, and return its place."""
+        place = self.tensor(kind, values.shape)
+        self.graph.tensors[place].buffer = self.buffer(values.tobytes())
+        return place
+
+    def buffer(self, data: bytes) -> int:
+        """Add bytes to the file, and return their place."""
+        buffer = self.schema.BufferT()
+        buffer.data = np.frombuffer(data, np.uint8)
+        self.model.buffers.append(buffer)
+        return len(self.model.buffers) - 1
+
+    def float_of(self, place: int) -> int:
+        """Add a float tensor of the same shape, and return its place."""
+        tensor = self.graph.tensors[place]
+        added = self.tensor("FLOAT32", tensor.shape)
+        self.graph.tensors[added].shapeSignature = tensor.shapeSignature
+        return added
+
+    def operator(self, name: str, inputs: Sequence[int], result: int) -> Any:
+        """Return an operator with one output, and no options."""
+        codes = self.model.operatorCodes
+        places = {self._name_of_code(code): index for index, code in enumerate(codes)}
+        if name not in places:
+            places[name] = len(codes)
+            code = self.schema.OperatorCodeT()
+            code.builtinCode = getattr(self.schema.BuiltinOperator, name)
+            code.deprecatedBuiltinCode = code.builtinCode
+            code.version = 1
+            codes.append(code)
+        row = self.schema.OperatorT()
+        row.opcodeIndex = places[name]
+        row.inputs = [*inputs]
+        row.outputs = [result]
+        return row
+
+    def add_options(self, row: Any, kind: str) -> Any:
+        """Give an operator options of a kind, and return them."""
+        row.builtinOptionsType = getattr(self.schema.BuiltinOptions, kind)
+        row.builtinOptions = getattr(self.schema, f"{kind}T")()
+        return row.builtinOptions
 
     def open_batch(self) -> None:
         """Let the batch, which is one, follow the inputs.
@@ -46,25 +168,25 @@ class TfliteFile(TfliteTables):
             if sizes[:1] == [1]:
                 tensors[place].shapeSignature = [-1, *sizes[1:]]
 
-    def finish(self, names: TfliteNames, origin: str, *, in_float: bool) -> None:
-        """Name inputs and outputs, add how the file was made, and choose their type.
-
-        Args:
-            names: of inputs and outputs.
-            origin: what the file says of itself.
-            in_float: whether inputs and outputs are float, and values with another scale and
-                operators without fast int8 kernels are computed in float. Otherwise all of
-                them are int8, for devices without floats.
-        """
-        drop_factors(self)
-        if in_float:
-            self._convert_inputs()
-            self._convert_outputs()
-            compute_in_float(self)
+    def give_float_ends(self) -> None:
+        """Give int8 inputs a QUANTIZE and int8 outputs a DEQUANTIZE, so that they are float."""
         graph = self.graph
+        for index, place in enumerate(graph.inputs):
+            if self.is_int8(place):
+                graph.inputs[index] = self.float_of(place)
+                row = self.operator("QUANTIZE", [graph.inputs[index]], place)
+                graph.operators.insert(0, row)
+        for index, place in enumerate(graph.outputs):
+            if self.is_int8(place):
+                graph.outputs[index] = self.float_of(place)
+                row = self.operator("DEQUANTIZE", [place], graph.outputs[index])
+                graph.operators.append(row)
+
+    def describe(self, inputs: Sequence[str], outputs: Sequence[str], origin: str) -> None:
+        """Name inputs and outputs, and add how the file was made."""
         (signature,) = self.model.signatureDefs
-        signature.inputs = self._named(names.inputs, graph.inputs)
-        signature.outputs = self._named(names.outputs, graph.outputs)
+        signature.inputs = self._named(inputs, self.graph.inputs)
+        signature.outputs = self._named(outputs, self.graph.outputs)
         entry = self.schema.MetadataT()
         entry.name = _METADATA
         entry.buffer = self.buffer(origin.encode())
@@ -80,23 +202,3 @@ class TfliteFile(TfliteTables):
             self.graph.tensors[place].name = name
             rows.append(row)
         return rows
-
-    def _convert_inputs(self) -> None:
-        """Give int8 inputs a QUANTIZE, so that they are float."""
-        graph = self.graph
-        for index, place in enumerate(list(graph.inputs)):
-            if not self.is_int8(place):
-                continue
-            graph.inputs[index] = self.float_of(place)
-            row = self.operator("QUANTIZE", [graph.inputs[index]], place)
-            graph.operators.insert(0, row)
-
-    def _convert_outputs(self) -> None:
-        """Give int8 outputs a DEQUANTIZE, so that they are float."""
-        graph = self.graph
-        for index, place in enumerate(list(graph.outputs)):
-            if not self.is_int8(place):
-                continue
-            graph.outputs[index] = self.float_of(place)
-            row = self.operator("DEQUANTIZE", [place], graph.outputs[index])
-            graph.operators.append(row)

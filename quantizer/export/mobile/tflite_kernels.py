@@ -6,16 +6,16 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from quantizer.export.mobile.tflite_tables import TfliteTables
+from quantizer.export.mobile.tflite_file import TfliteFile
 
-_VALUE_AND_WEIGHT = {
-    "CONV_2D": (0, 1),
-    "DEPTHWISE_CONV_2D": (0, 1),
-    "CONV_3D": (0, 1),
-    "FULLY_CONNECTED": (0, 1),
-    "TRANSPOSE_CONV": (2, 1),
+_VALUE_OF_PRODUCTS = {
+    "CONV_2D": 0,
+    "DEPTHWISE_CONV_2D": 0,
+    "CONV_3D": 0,
+    "FULLY_CONNECTED": 0,
+    "TRANSPOSE_CONV": 2,
 }
-"""The arguments with the input and the weight, by the operators with int8 kernels."""
+"""The argument with the input, by the operators with int8 kernels. The second is the weight."""
 _SLOW_IN_INT8 = (
     "ABS",
     "EXP",
@@ -50,13 +50,13 @@ _WITH_FLOAT_OUTPUTS = ("CONV_2D", "FULLY_CONNECTED")
 _CODES = (-128, 127)
 
 
-def integer_scales(file: TfliteTables) -> Iterator[tuple[float, ...]]:
+def integer_scales(file: TfliteFile) -> Iterator[tuple[float, ...]]:
     """Yield the scales of each weight that is multiplied in int8."""
     for row in file.graph.operators:
-        places = _VALUE_AND_WEIGHT.get(file.name(row))
-        if places is None:
+        if file.name(row) not in _VALUE_OF_PRODUCTS:
             continue
-        value, weight = (row.inputs[place] for place in places)
+        value = row.inputs[_VALUE_OF_PRODUCTS[file.name(row)]]
+        weight = row.inputs[1]
         is_static = file.is_int8(value) and file.is_int8(row.outputs[0])
         # It rounds its input in float to int8.
         is_dynamic = file.is_float(value) and file.name(row) in _WITH_FLOAT_OUTPUTS
@@ -64,7 +64,7 @@ def integer_scales(file: TfliteTables) -> Iterator[tuple[float, ...]]:
             yield tuple(file.graph.tensors[weight].quantization.scale)
 
 
-def drop_factors(file: TfliteTables) -> None:
+def drop_factors(file: TfliteFile) -> None:
     """Drop products with 2 and 0.5 before and after operators that they do not change.
 
     They have kept the converter from int8 kernels.
@@ -84,7 +84,7 @@ def drop_factors(file: TfliteTables) -> None:
     _drop_unread(file)
 
 
-def _join(file: TfliteTables, makers: dict[int, Any], row: Any, half: Any) -> None:
+def _join(file: TfliteFile, makers: dict[int, Any], row: Any, half: Any) -> None:
     """Let an operator read values before they are doubled, and make what was halved."""
     doubled: list[tuple[Any, int, int]] = []
     for place in row.inputs:
@@ -114,7 +114,7 @@ def _replace(row: Any, place: int, other: int) -> None:
     row.inputs = np.where(inputs == place, other, inputs).tolist()
 
 
-def _is_product(file: TfliteTables, row: Any, factor: float) -> bool:
+def _is_product(file: TfliteFile, row: Any, factor: float) -> bool:
     """Return whether an operator multiplies floats by a number, and does nothing else."""
     if file.name(row) != "MUL" or row.builtinOptions.fusedActivationFunction:
         return False
@@ -122,7 +122,7 @@ def _is_product(file: TfliteTables, row: Any, factor: float) -> bool:
     return file.is_float(number) and file.data(number) == np.float32(factor).tobytes()
 
 
-def _is_homogeneous(file: TfliteTables, row: Any) -> bool:
+def _is_homogeneous(file: TfliteFile, row: Any) -> bool:
     """Return whether factors before an operator of floats may as well come after it."""
     functions = file.schema.ActivationFunctionType
     function = getattr(row.builtinOptions, "fusedActivationFunction", functions.NONE)
@@ -130,7 +130,7 @@ def _is_homogeneous(file: TfliteTables, row: Any) -> bool:
     return file.name(row) in _HOMOGENEOUS and has_no_bounds and file.is_float(row.outputs[0])
 
 
-def _drop_unread(file: TfliteTables) -> None:
+def _drop_unread(file: TfliteFile) -> None:
     """Drop products and dequantizations that nothing reads."""
     graph = file.graph
     read = {*graph.outputs}
@@ -143,34 +143,29 @@ def _drop_unread(file: TfliteTables) -> None:
     graph.operators = rows[::-1]
 
 
-def compute_in_float(file: TfliteTables) -> None:
+def compute_in_float(file: TfliteFile) -> None:
     """Compute in float what has no fast or no exact int8 kernel, and round to the same codes.
 
     XNNPACK gives values another scale with a factor of 8 bits, so that codes are a step off.
     """
-    graph = file.graph
     rows: list[Any] = []
-    for row in graph.operators:
-        (codes,) = row.outputs[:1]
+    for row in file.graph.operators:
+        codes = row.outputs[0]
         is_rounding = file.name(row) == "QUANTIZE" and file.is_int8(row.inputs[0])
-        if not is_rounding and not _is_slow(file, row):
-            rows.append(row)
-            continue
-        inputs: list[int] = []
-        for place in row.inputs:
-            floats = file.float_of(place)
-            inputs.append(floats)
-            rows.append(file.operator("DEQUANTIZE", [place], floats))
-        row.inputs = inputs
+        is_slow = _is_slow(file, row)
+        if is_rounding or is_slow:
+            floats = [*map(file.float_of, row.inputs)]
+            for place, decoded in zip(row.inputs, floats, strict=True):
+                rows.append(file.operator("DEQUANTIZE", [place], decoded))
+            row.inputs = floats
         rows.append(row)
-        if not is_rounding:
-            floats = file.float_of(codes)
-            row.outputs = [floats]
-            rows.append(file.operator("QUANTIZE", [floats], codes))
-    graph.operators = rows
+        if is_slow and not is_rounding:
+            row.outputs = [file.float_of(codes)]
+            rows.append(file.operator("QUANTIZE", row.outputs, codes))
+    file.graph.operators = rows
 
 
-def _is_slow(file: TfliteTables, row: Any) -> bool:
+def _is_slow(file: TfliteFile, row: Any) -> bool:
     """Return whether an operator has int8 values and no fast int8 kernel."""
     if not all(map(file.is_int8, [*row.inputs, *row.outputs])):
         return False
@@ -181,7 +176,7 @@ def _is_slow(file: TfliteTables, row: Any) -> bool:
     return file.name(row) in _SLOW_IN_INT8
 
 
-def code_weights(file: TfliteTables, scales: Sequence[Sequence[float]]) -> None:
+def code_weights(file: TfliteFile, scales: Sequence[Sequence[float]]) -> None:
     """Multiply codes in the layers that read codes and make floats.
 
     LiteRT has kernels for float inputs and int8 weights. They round each row or image to int8,
@@ -208,7 +203,7 @@ def code_weights(file: TfliteTables, scales: Sequence[Sequence[float]]) -> None:
 
 
 def _coded(
-    file: TfliteTables, makers: dict[int, Any], place: int, scales: Sequence[Sequence[float]]
+    file: TfliteFile, makers: dict[int, Any], place: int, scales: Sequence[Sequence[float]]
 ) -> int | None:
     """Return the place of the codes of a weight in float; None if it has other scales."""
     tensors = file.graph.tensors
@@ -233,7 +228,7 @@ def _coded(
     return None
 
 
-def _weights(file: TfliteTables, codes: NDArray[np.int8], steps: NDArray[np.float32]) -> int:
+def _weights(file: TfliteFile, codes: NDArray[np.int8], steps: NDArray[np.float32]) -> int:
     """Add codes with a scale for each output, and zeros for the two ends of the inputs."""
     sizes = [*[(0, 0)] * (codes.ndim - 1), (0, 2)]
     place = file.constant("INT8", np.pad(codes, sizes))
@@ -244,32 +239,26 @@ def _weights(file: TfliteTables, codes: NDArray[np.int8], steps: NDArray[np.floa
     return place
 
 
-def _with_ends(file: TfliteTables, row: Any, codes: int) -> list[Any]:
+def _with_ends(file: TfliteFile, row: Any, codes: int) -> list[Any]:
     """Give the input of a layer the ends of its codes; return the operators for that."""
-    schema = file.schema
     value = row.inputs[0]
     tensors = file.graph.tensors
-    shape = [*tensors[value].shape]
+    *sizes, channels = tensors[value].shape
     quantization = tensors[codes].quantization
-    axis = len(shape) - 1
-    axes = file.constant("INT32", np.array([axis], np.int32))
-    column = file.tensor("FLOAT32", [*shape[:-1], 1])
+    axes = file.constant("INT32", np.array([len(sizes)], np.int32))
+    column = file.tensor("FLOAT32", [*sizes, 1])
     reduction = file.operator("REDUCE_MAX", [value, axes], column)
-    reduction.builtinOptionsType = schema.BuiltinOptions.ReducerOptions
-    reduction.builtinOptions = schema.ReducerOptionsT()
-    reduction.builtinOptions.keepDims = True
+    file.add_options(reduction, "ReducerOptions").keepDims = True
     rows = [reduction]
     parts = [value]
     for name, code in zip(("MINIMUM", "MAXIMUM"), _CODES, strict=True):
         steps = np.float32(code - quantization.zeroPoint[0])
         end = file.constant("FLOAT32", steps * np.float32(quantization.scale))
         # No value lies beyond the ends.
-        parts.append(file.tensor("FLOAT32", [*shape[:-1], 1]))
+        parts.append(file.tensor("FLOAT32", [*sizes, 1]))
         rows.append(file.operator(name, [column, end], parts[-1]))
-    wide = file.tensor("FLOAT32", [*shape[:-1], shape[-1] + 2])
+    wide = file.tensor("FLOAT32", [*sizes, channels + 2])
     join = file.operator("CONCATENATION", parts, wide)
-    join.builtinOptionsType = schema.BuiltinOptions.ConcatenationOptions
-    join.builtinOptions = schema.ConcatenationOptionsT()
-    join.builtinOptions.axis = axis
+    file.add_options(join, "ConcatenationOptions").axis = len(sizes)
     row.inputs[0] = wide
     return [*rows, join]

@@ -1,7 +1,7 @@
 """Writes and reads the .safetensors target: codes, scales and zero points by layer name."""
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -71,8 +71,7 @@ class SafetensorsExporter(Exporter[Path]):
             if tensor.codes is not None:
                 tensors[name] = packed_codes(tensor.codes, spec)
                 shapes[name] = list(tensor.codes.shape)
-                dtype = str(tensor.dtype)
-                dtypes[name] = dtype.removeprefix("torch.")
+                dtypes[name] = str(tensor.dtype).removeprefix("torch.")
         for layer, correction in solution.corrections.items():
             tensors[f"{layer}{_CORRECTION}"] = correction
         description = {
@@ -104,10 +103,7 @@ def load(path: Path) -> dict[str, Tensor]:
     Raises:
         ResultError: the file is missing, damaged, or not written by this exporter.
     """
-    parameters: dict[str, Tensor] = {}
-    for name, tensor in _decoded(path).items():
-        parameters[name] = tensor.load()
-    return parameters
+    return {name: tensor.load() for name, tensor in _decoded(path).items()}
 
 
 def _decoded(path: Path) -> dict[str, DeferredTensor]:
@@ -153,34 +149,23 @@ def _described(
             continue
         correction = parameters.pop(name)
         bias_name = f"{name.removesuffix(_CORRECTION)}.bias"
-        summands = [correction]
-        if bias_name in parameters:
-            summands.insert(0, parameters[bias_name])
-        add_now = partial(_sum, summands)
-        bias = DeferredTensor(correction.shape, correction.dtype, add_now)
-        parameters[bias_name] = bias
+        add_now = partial(_sum, parameters.get(bias_name), correction)
+        parameters[bias_name] = DeferredTensor(correction.shape, correction.dtype, add_now)
     return parameters
 
 
 def _decode_parameter(
     tensors: Mapping[str, Tensor], name: str, spec: QuantizationSpec, dtype: torch.dtype
 ) -> Tensor:
-    scale = torch.ones(())
-    scale_name = f"{name}.scale"
-    if scale_name in tensors:
-        scale = loaded(tensors[scale_name])
-    zero_point = torch.zeros_like(scale, dtype=torch.int32)
-    zero_point_name = f"{name}.zero_point"
-    if zero_point_name in tensors:
-        zero_point = loaded(tensors[zero_point_name])
-    codes = loaded(tensors[name])
-    return decode(codes, spec, scale, zero_point, dtype=dtype)
+    scale = loaded(tensors.get(f"{name}.scale", torch.ones(())))
+    none = torch.zeros_like(scale, dtype=torch.int32)
+    zero_point = loaded(tensors.get(f"{name}.zero_point", none))
+    return decode(loaded(tensors[name]), spec, scale, zero_point, dtype=dtype)
 
 
-def _sum(summands: Sequence[DeferredTensor]) -> Tensor:
+def _sum(bias: DeferredTensor | None, correction: DeferredTensor) -> Tensor:
     """Return a bias with its correction."""
-    first, *others = [summand.load() for summand in summands]
-    return sum(others, start=first)
+    return correction.load() if bias is None else bias.load() + correction.load()
 
 
 def _parameters(network: Network) -> dict[str, Tensor]:

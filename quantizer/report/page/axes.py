@@ -5,7 +5,7 @@ colours and the size of texts are in drawing.css, by class.
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from quantizer.report.html import Markup, element, fragment
@@ -38,45 +38,24 @@ class Scale:
         return (value - self.low) / span * self.size
 
 
-@dataclass(frozen=True)
-class LegendRow:
-    """What marks of one colour stand for. `kind` is the class of the colour."""
-
-    label: str
-    kind: str
+Tick = tuple[float, str]
+"""A value at an axis, and its label."""
 
 
-@dataclass(frozen=True)
-class Tick:
-    """A number at an axis."""
+def hover(positions: Iterable[float], texts: Iterable[str], form: str = "{}") -> dict[str, str]:
+    """Return the attributes of a drawing with the texts that the script of the page shows for
+    the nearest position under the pointer.
 
-    value: float
-    label: str
-
-
-@dataclass(frozen=True)
-class HoverTexts:
-    """The texts that the script of the page shows for the nearest position under the pointer.
-
-    Attributes:
+    Args:
         positions: along the drawing, in its units.
         texts: one for each position.
         form: the text to show; `{}` stands for that of the position.
     """
-
-    positions: Sequence[float]
-    texts: Sequence[str]
-    form: str = "{}"
-
-    @property
-    def attributes(self) -> dict[str, str]:
-        """Return the attributes of the drawing."""
-        one_line = [text.replace("\n", " ") for text in self.texts]
-        return {
-            "data_positions": " ".join(map("{:.0f}".format, self.positions)),
-            "data_texts": "\n".join(one_line),
-            "data_form": self.form,
-        }
+    return {
+        "data_positions": " ".join(map("{:.0f}".format, positions)),
+        "data_texts": "\n".join(text.replace("\n", " ") for text in texts),
+        "data_form": form,
+    }
 
 
 @dataclass(frozen=True)
@@ -87,7 +66,7 @@ class Axes:
         x_name, y_name: what the axes show, with units; empty to show nothing.
         x, y: scales of the values. `y` counts from the bottom.
         x_ticks, y_ticks: the numbers at the axes.
-        legend: the meaning of the colours.
+        legend: what marks of a colour stand for, with the class of the colour.
         rows: lines of text between the legend and the data.
     """
 
@@ -97,7 +76,7 @@ class Axes:
     y: Scale
     x_ticks: Sequence[Tick] = ()
     y_ticks: Sequence[Tick] = ()
-    legend: Sequence[LegendRow] = ()
+    legend: Sequence[tuple[str, str]] = ()
     rows: int = 0
 
     @property
@@ -124,53 +103,50 @@ class Axes:
         return self.bottom - self.y(value)
 
     def drawing(
-        self, title: str, *parts: Markup | Iterable[Markup], hover: HoverTexts | None = None
+        self, title: str, *parts: Markup | Iterable[Markup], hover: Mapping[str, str]
     ) -> Markup:
         """Return the drawing.
 
         Args:
             title: of the drawing.
             parts: the data.
-            hover: the texts to read values by.
+            hover: the attributes with the texts to read values by.
         """
         labels = [fragment(self.y_name)] if self.y_name else []
-        for row in self.legend:
-            square = element("tspan", "■", class_=row.kind)
-            labels.append(fragment(square, f" {row.label}"))
-        names = []
-        for index, label in enumerate(labels):
-            names.append(element("text", label, x=0, y=ROW * index + _BASELINE))
-        height = self.bottom
-        if self.x_ticks:
-            height += ROW
+        for label, kind in self.legend:
+            labels.append(fragment(element("tspan", "■", class_=kind), f" {label}"))
+        names = [
+            element("text", label, x=0, y=ROW * index + _BASELINE)
+            for index, label in enumerate(labels)
+        ]
+        height = self.bottom + ROW * bool(self.x_ticks)
         if self.x_name:
-            height += ROW
-            y = f"{height - ROW + _BASELINE:.0f}"
+            y = f"{height + _BASELINE:.0f}"
             names.append(element("text", self.x_name, x=WIDTH, y=y, text_anchor="end"))
-        attributes = {} if hover is None else hover.attributes
+            height += ROW
         return element(
             "svg",
             element("title", title),
             names,
-            [self._y_tick(tick) for tick in self.y_ticks],
+            [self._y_tick(*tick) for tick in self.y_ticks],
             *parts,
-            [self._x_tick(tick) for tick in self.x_ticks],
+            [self._x_tick(*tick) for tick in self.x_ticks],
             viewBox=f"0 0 {WIDTH} {height + _GAP:.0f}",
             role="img",
             aria_label=title,
-            **attributes,
+            **hover,
         )
 
-    def _y_tick(self, tick: Tick) -> Markup:
-        y = self.up(tick.value)
+    def _y_tick(self, value: float, label: str) -> Markup:
+        y = self.up(value)
         line = element(
             "line", x1=LEFT, x2=WIDTH - _RIGHT, y1=f"{y:.1f}", y2=f"{y:.1f}", class_="grid"
         )
-        text = element("text", tick.label, x=LEFT - _GAP, y=f"{y + 5:.1f}", text_anchor="end")
+        text = element("text", label, x=LEFT - _GAP, y=f"{y + 5:.1f}", text_anchor="end")
         return fragment(line, text)
 
-    def _x_tick(self, tick: Tick) -> Markup:
-        share = self.x(tick.value) / DATA_WIDTH
+    def _x_tick(self, value: float, label: str) -> Markup:
+        share = self.x(value) / DATA_WIDTH
         anchor = "middle"
         if share < 0.1:
             anchor = "start"
@@ -178,8 +154,8 @@ class Axes:
             anchor = "end"
         return element(
             "text",
-            tick.label,
-            x=f"{self.across(tick.value):.1f}",
+            label,
+            x=f"{self.across(value):.1f}",
             y=f"{self.bottom + _BASELINE:.0f}",
             text_anchor=anchor,
         )
@@ -197,24 +173,21 @@ def number(value: float) -> str:
 def three_ticks(low: float, high: float) -> list[Tick]:
     """Return the ends and the middle of an axis. Between integers, the middle is an integer.
 
-    >>> [tick.label for tick in three_ticks(0.0, 5.0)]
-    ['0', '2.5', '5']
-    >>> [tick.label for tick in three_ticks(1, 8)]
-    ['1', '4', '8']
+    >>> three_ticks(0.0, 5.0)
+    [(0.0, '0'), (2.5, '2.5'), (5.0, '5')]
+    >>> three_ticks(1, 8)
+    [(1, '1'), (4, '4'), (8, '8')]
     """
     middle = (low + high) / 2
     if isinstance(low, int) and isinstance(high, int):
         middle = (low + high) // 2
-    ticks = []
-    for value in (low, middle, high):
-        ticks.append(Tick(value, number(value)))
-    return ticks
+    return [(value, number(value)) for value in (low, middle, high)]
 
 
 def round_ticks(scale: Scale) -> list[Tick]:
     """Return round values for an axis, as many as there is room for.
 
-    >>> [tick.label for tick in round_ticks(Scale(0, 47, 200))]
+    >>> [label for _, label in round_ticks(Scale(0, 47, 200))]
     ['0', '10', '20', '30', '40']
     """
     count = max(2.0, min(5.0, scale.size / _TICK_SPACE))
@@ -226,7 +199,4 @@ def round_ticks(scale: Scale) -> list[Tick]:
             step *= factor
     first = math.ceil(scale.low / step)
     last = math.floor(scale.high / step)
-    ticks = []
-    for index in range(first, last + 1):
-        ticks.append(Tick(step * index, number(step * index)))
-    return ticks
+    return [(step * index, number(step * index)) for index in range(first, last + 1)]

@@ -10,10 +10,9 @@ from quantizer.report.page.axes import (
     DATA_WIDTH,
     ROW,
     Axes,
-    HoverTexts,
-    LegendRow,
     Scale,
     Tick,
+    hover,
     number,
     round_ticks,
     three_ticks,
@@ -84,16 +83,13 @@ def draw_histogram(
         Scale(0.0, math.log1p(most) or 1.0, _HISTOGRAM_HEIGHT),
         x_ticks=three_ticks(scale.low, scale.high),
         y_ticks=_count_ticks(most),
-        legend=[LegendRow("values in the calibration data", "bars")],
+        legend=[("values in the calibration data", "bars")],
         rows=len(ranges),
     )
     tops = [axes.up(math.log1p(count)) for count in counts]
     left = axes.across(low)
     width = axes.across(low + bin_width) - left
     path = f"M{left:.1f} {axes.bottom:.1f}{_bar_outline(tops, width)}V{axes.bottom:.1f}Z"
-    drawn_ranges = []
-    for row, drawn in enumerate(ranges):
-        drawn_ranges.append(_range(drawn, axes, row))
     positions = []
     texts = []
     for index, count in enumerate(counts):
@@ -102,25 +98,22 @@ def draw_histogram(
     return axes.drawing(
         title,
         element("path", d=path, class_="bars"),
-        drawn_ranges,
-        hover=HoverTexts(positions, texts, "about {} values"),
+        [_range(drawn, axes, row) for row, drawn in enumerate(ranges)],
+        hover=hover(positions, texts, "about {} values"),
     )
 
 
 def _count_ticks(most: int) -> list[Tick]:
     """Return powers of ten up to a count, for a logarithmic axis.
 
-    >>> [tick.label for tick in _count_ticks(123456)]
+    >>> [label for _, label in _count_ticks(123456)]
     ['1', '10²', '10⁴']
     """
-    powers = list(range(len(str(most)))) if most else []
-    step = math.ceil(len(powers) / _MAX_COUNT_TICKS) or 1
+    powers = range(len(str(most)) if most else 0)
     ticks = []
-    for power in powers[::step]:
-        label = str(10**power)
-        if power > 1:
-            label = f"10{str(power).translate(_SUPERSCRIPTS)}"
-        ticks.append(Tick(math.log1p(10**power), label))
+    for power in powers[:: math.ceil(len(powers) / _MAX_COUNT_TICKS) or 1]:
+        label = f"10{str(power).translate(_SUPERSCRIPTS)}" if power > 1 else str(10**power)
+        ticks.append((math.log1p(10**power), label))
     return ticks
 
 
@@ -168,9 +161,7 @@ def _plot(
         title: of the drawing.
         height: of the area of the points.
     """
-    values = []
-    for point_set in point_sets:
-        values += [point.y for point in point_set.points]
+    values = [point.y for point_set in point_sets for point in point_set.points]
     up = Scale(min(0.0, *values), max(0.0, *values), height)
     axes = Axes(
         *axis_names,
@@ -178,7 +169,7 @@ def _plot(
         up,
         x_ticks=three_ticks(*ends),
         y_ticks=round_ticks(up),
-        legend=[LegendRow(point_set.label, point_set.kind) for point_set in point_sets],
+        legend=[(point_set.label, point_set.kind) for point_set in point_sets],
     )
     texts_by_position: dict[float, list[str]] = {}
     drawn = []
@@ -189,9 +180,15 @@ def _plot(
             x = axes.across(point.x)
             y = axes.up(point.y)
             corners.append(f"{x:.1f},{y:.1f}")
-            label = element("title", point.label)
-            position = {"cx": f"{x:.1f}", "cy": f"{y:.1f}"}
-            circles.append(element("circle", label, r=3, class_=point_set.kind, **position))
+            circle = element(
+                "circle",
+                element("title", point.label),
+                r=3,
+                class_=point_set.kind,
+                cx=f"{x:.1f}",
+                cy=f"{y:.1f}",
+            )
+            circles.append(circle)
             texts_by_position.setdefault(x, []).append(point.label)
         if point_set.has_line:
             drawn.append(element("polyline", points=" ".join(corners), class_=point_set.kind))
@@ -199,7 +196,7 @@ def _plot(
             drawn += circles
     positions = sorted(texts_by_position)
     texts = [_joined(texts_by_position[position]) for position in positions]
-    return axes.drawing(title, drawn, hover=HoverTexts(positions, texts))
+    return axes.drawing(title, drawn, hover=hover(positions, texts))
 
 
 def _joined(labels: Sequence[str]) -> str:
@@ -208,11 +205,9 @@ def _joined(labels: Sequence[str]) -> str:
     >>> _joined(["relu: local 40 dB", "relu: accumulated 30 dB"])
     'relu: local 40 dB, accumulated 30 dB'
     """
-    head, colon, _ = labels[0].partition(": ")
-    texts = [labels[0]]
-    for label in labels[1:]:
-        texts.append(label.removeprefix(head + colon))
-    return ", ".join(texts)
+    first, *others = labels
+    head, colon, _ = first.partition(": ")
+    return ", ".join([first, *(label.removeprefix(head + colon) for label in others)])
 
 
 def draw_lines(
@@ -241,7 +236,6 @@ def draw_lines(
     if positions is None:
         positions = range(1, len(names) + 1)
     point_sets = []
-    is_empty = True
     for line in series:
         what = line.label.partition(":")[0]
         points = []
@@ -249,9 +243,8 @@ def draw_lines(
             if value is not None:
                 label = f"{name}: {what} {number(value)} {unit}".rstrip()
                 points.append(Point(position, value, label))
-                is_empty = False
         point_sets.append(_PointSet(line.label, line.kind, points, has_points=has_points))
-    if is_empty:
+    if not any(point_set.points for point_set in point_sets):
         return Markup("")
     ends = (positions[0], positions[-1])
     return _plot(point_sets, ends, axis_names, title=title, height=height)
@@ -301,9 +294,9 @@ def draw_strip(channels: Mapping[str, Sequence[float]], count: int, *, title: st
         "↑ value of the weights",
         Scale(0, len(lows), DATA_WIDTH),
         up,
-        x_ticks=[Tick(0, "1"), Tick(len(lows), str(count))],
+        x_ticks=[(0, "1"), (len(lows), str(count))],
         y_ticks=round_ticks(up),
-        legend=[LegendRow(f"from the least to the greatest value of {what}", "bars")],
+        legend=[(f"from the least to the greatest value of {what}", "bars")],
     )
     left = axes.across(0)
     width = DATA_WIDTH / len(lows)
@@ -322,7 +315,7 @@ def draw_strip(channels: Mapping[str, Sequence[float]], count: int, *, title: st
     return axes.drawing(
         title,
         element("path", d=path, class_="bars"),
-        hover=HoverTexts(positions, texts, "channel {}"),
+        hover=hover(positions, texts, "channel {}"),
     )
 
 

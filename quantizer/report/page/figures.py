@@ -1,17 +1,22 @@
-"""Draw the figures of a report from the content of report.json, for the page, for files and for
-notebooks.
+"""Draw the figures of a report from the content of report.json, for the page and for notebooks,
+and write them as files and for TensorBoard.
 """
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from importlib import resources
+from pathlib import Path
+from typing import Any
 
 from quantizer.config.json_types import JsonMapping, JsonObject
 from quantizer.config.wording import counted, first_names
+from quantizer.errors import ResultError, UsageError, pip_line
 from quantizer.report.html import Markup
 from quantizer.report.page import charts
 from quantizer.report.page.charts import DrawnRange, Point, Series
-from quantizer.report.rows import rows_in_order, tensor_name
+from quantizer.report.rows import layer_name, rows_in_order, tensor_name
+from quantizer.storage.files import write_bytes
+from quantizer.storage.replacing import require_writable
 
 _LEAST = "value of the least code"
 _GREATEST = "value of the greatest code"
@@ -27,38 +32,30 @@ def figures(content: JsonMapping) -> Iterator[tuple[str, Markup]]:
 
     Names are unique, but may have characters that are not allowed in file names.
     """
-    drawing = sqnr_by_depth(content)
-    if drawing is not None:
-        yield "sqnr by depth", drawing
-    drawing = sqnr_by_size(content)
-    if drawing is not None:
-        yield "sqnr by size", drawing
+    drawings = {"sqnr by depth": sqnr_by_depth(content), "sqnr by size": sqnr_by_size(content)}
     for row in rows_in_order(content):
-        drawings = {
-            "values": histogram(content, row),
-            "channels": channels(content, row),
-            "limits by batches": limits_by_batches(content, row),
-            "sqnr by batches": sqnr_by_batches(content, row),
-        }
-        for what, drawing in drawings.items():
-            if drawing is not None:
-                yield f"{what} {row['order']:03} {tensor_name(content, row)}", drawing
+        name = f"{row['order']:03} {tensor_name(content, row)}"
+        drawings[f"values {name}"] = histogram(content, row)
+        drawings[f"channels {name}"] = channels(content, row)
+        drawings[f"limits by batches {name}"] = limits_by_batches(content, row)
+        drawings[f"sqnr by batches {name}"] = sqnr_by_batches(content, row)
+    for name, drawing in drawings.items():
+        if drawing is not None:
+            yield name, drawing
 
 
 def sqnr_by_depth(content: JsonMapping) -> Markup | None:
     """Return the SQNR of activations in the order of execution, or None if none was
     measured.
     """
-    names = []
-    local = []
-    accumulated = []
-    for row in measured_rows(content):
-        names.append(tensor_name(content, row))
-        local.append(row["local_sqnr_db"])
-        accumulated.append(row["accumulated_sqnr_db"])
-    if not names:
+    rows = measured_rows(content)
+    if not rows:
         return None
-    series = [Series(LOCAL, local, "second"), Series(ACCUMULATED, accumulated, "first")]
+    names = [tensor_name(content, row) for row in rows]
+    series = [
+        Series(LOCAL, [row["local_sqnr_db"] for row in rows], "second"),
+        Series(ACCUMULATED, [row["accumulated_sqnr_db"] for row in rows], "first"),
+    ]
     axis_names = ("tensors in the order of execution →", _SQNR_AXIS)
     return charts.draw_lines(series, names, "dB", title="SQNR by depth", axis_names=axis_names)
 
@@ -69,14 +66,9 @@ def sqnr_by_size(content: JsonMapping) -> Markup | None:
     The line joins the best mixed widths. Single points have the same width for all weights.
     """
     analysis = content.get("analysis") or {}
-    mixed = []
-    for choice in analysis.get("curve", ()):
-        if choice["predicted_db"] is not None:
-            mixed.append(_choice_point(choice, "mixed"))
-    uniform = []
-    for width, choice in analysis.get("uniform", {}).items():
-        if choice["predicted_db"] is not None:
-            uniform.append(_choice_point(choice, f"{width} for all"))
+    mixed = _choice_points(("mixed", choice) for choice in analysis.get("curve", ()))
+    widths = analysis.get("uniform", {}).items()
+    uniform = _choice_points((f"{width} for all", choice) for width, choice in widths)
     if len(mixed) < 2:
         return None
     names = ("each weight with its best width, predicted", "one width for all weights")
@@ -85,10 +77,14 @@ def sqnr_by_size(content: JsonMapping) -> Markup | None:
     return charts.draw_curve(mixed, uniform, names, title=title, axis_names=axis_names)
 
 
-def _choice_point(choice: JsonMapping, what: str) -> Point:
-    megabytes = choice["weight_bytes"] / 1e6
-    sqnr_db = choice["predicted_db"]
-    return Point(megabytes, sqnr_db, f"{what}: {megabytes:.3g} MB, {sqnr_db:.1f} dB")
+def _choice_points(choices: Iterable[tuple[str, JsonMapping]]) -> list[Point]:
+    points = []
+    for what, choice in choices:
+        megabytes, sqnr_db = choice["weight_bytes"] / 1e6, choice["predicted_db"]
+        if sqnr_db is not None:
+            label = f"{what}: {megabytes:.3g} MB, {sqnr_db:.1f} dB"
+            points.append(Point(megabytes, sqnr_db, label))
+    return points
 
 
 def measured_rows(content: JsonMapping) -> list[JsonObject]:
@@ -96,11 +92,11 @@ def measured_rows(content: JsonMapping) -> list[JsonObject]:
 
     Inputs are left out, as they lose little or nothing.
     """
-    rows = []
-    for row in rows_in_order(content):
-        if row["accumulated_sqnr_db"] is not None and row["op"] != "input":
-            rows.append(row)
-    return rows
+    return [
+        row
+        for row in rows_in_order(content)
+        if row["accumulated_sqnr_db"] is not None and row["op"] != "input"
+    ]
 
 
 def histogram(content: JsonMapping, row: JsonMapping) -> Markup | None:
@@ -110,10 +106,10 @@ def histogram(content: JsonMapping, row: JsonMapping) -> Markup | None:
     if "histogram" not in row:
         return None
     bins = row["histogram"]
-    low = bins["low"]
-    high = bins["high"]
     least, greatest = row["limits"]
-    methods_by_range = _methods_by_range(row)
+    methods_by_range: dict[tuple[float, float], list[str]] = {}
+    for method, ends in row["methods"].items():
+        methods_by_range.setdefault(tuple(ends), []).append(method)
     same = methods_by_range.pop((least, greatest), [])
     chosen = "chosen, from the least to the greatest code"
     if same:
@@ -122,15 +118,7 @@ def histogram(content: JsonMapping, row: JsonMapping) -> Markup | None:
     for ends, methods in methods_by_range.items():
         ranges.append(DrawnRange(*ends, first_names(methods, _MAX_NAMES)))
     title = f"Values of {tensor_name(content, row)}"
-    return charts.draw_histogram(bins["counts"], low, high, ranges, title=title)
-
-
-def _methods_by_range(row: JsonMapping) -> dict[tuple[float, float], list[str]]:
-    """Return the methods that give the same limits, by these limits."""
-    methods: dict[tuple[float, float], list[str]] = {}
-    for method, (least, greatest) in row["methods"].items():
-        methods.setdefault((least, greatest), []).append(method)
-    return methods
+    return charts.draw_histogram(bins["counts"], bins["low"], bins["high"], ranges, title=title)
 
 
 def channels(content: JsonMapping, row: JsonMapping) -> Markup | None:
@@ -169,10 +157,9 @@ def _draw_by_batches(
     row: JsonMapping, series: list[Series], y_name: str, *, title: str
 ) -> Markup:
     counts = row["batches"]["counts"]
-    names = [counted(count, "batch") for count in counts]
     return charts.draw_lines(
         series,
-        names,
+        [counted(count, "batch") for count in counts],
         "",
         title=title,
         height=100,
@@ -209,3 +196,114 @@ def page_file(name: str) -> str:
     """Return the text of a file in this folder."""
     file = resources.files("quantizer.report.page").joinpath(name)
     return file.read_text(encoding="utf-8")
+
+
+_PNG_ZOOM = 2
+"""Pixels of a PNG per unit of a drawing."""
+
+
+def _svg(drawing: str) -> bytes:
+    return drawing.encode()
+
+
+def _png(drawing: str) -> bytes:
+    try:
+        import resvg_py
+    except ImportError:
+        advice = f"{pip_line('plots')}, or write SVG"
+        raise UsageError("PNG needs resvg-py", help=advice) from None
+    return bytes(resvg_py.svg_to_bytes(svg_string=drawing, zoom=_PNG_ZOOM))
+
+
+PLOT_WRITERS: Mapping[str, Callable[[str], bytes]] = {"svg": _svg, "png": _png}
+"""The functions that convert an SVG drawing to the content of a file, by the suffix of the
+file.
+"""
+
+
+def write_plots(values: JsonMapping, folder: Path, kind: str = "svg") -> list[Path]:
+    """Write each drawing of a report to a file, and return the files.
+
+    Args:
+        values: the content of report.json.
+        folder: the folder to write to.
+        kind: "svg", or "png", which needs the extra "plots".
+
+    Raises:
+        UsageError: there is no such kind, its package is missing, or a file exists.
+        ResultError: a file cannot be written.
+    """
+    if kind not in PLOT_WRITERS:
+        raise UsageError(
+            f"there are no plots of kind {kind!r}", help=f"known are {', '.join(PLOT_WRITERS)}"
+        )
+    to_bytes = PLOT_WRITERS[kind]
+    drawings: dict[Path, Markup] = {}
+    for name, drawing in figures(values):
+        stem = re.sub(r"[^\w.-]+", "_", name)
+        file = folder / f"{stem}.{kind}"
+        require_writable(file)
+        drawings[file] = drawing
+    for file in drawings:
+        write_bytes(file, to_bytes(standalone(drawings[file])))
+    return list(drawings)
+
+
+def write_events(values: JsonMapping, folder: Path) -> None:
+    """Write an event file of TensorBoard: metrics, SQNR by depth, the histogram of each
+    activation, and the config.
+
+    Args:
+        values: the content of report.json.
+        folder: the folder to write to.
+
+    Raises:
+        UsageError: the package tensorboard is missing.
+        ResultError: the folder cannot be written.
+    """
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError:
+        raise UsageError("this needs tensorboard", help=pip_line("plots")) from None
+    try:
+        with SummaryWriter(str(folder)) as writer:
+            _add_report(writer, values)
+    except OSError as error:
+        raise ResultError(f"{folder} cannot be written: {error.strerror}") from error
+
+
+def _add_report(writer: Any, content: JsonMapping) -> None:
+    for name, value in content["metrics"].items():
+        if value is not None:
+            writer.add_scalar(f"metric/{name}", value)
+    for row in rows_in_order(content):
+        layer = layer_name(content, row["layer"])
+        tensor = f"{layer}/{row['tensor']}"
+        for figure in ("local_sqnr_db", "accumulated_sqnr_db"):
+            sqnr_db = row[figure]
+            if sqnr_db is not None:
+                writer.add_scalar(f"depth/{figure}", sqnr_db, row["order"])
+                writer.add_scalar(f"{figure}/{tensor}", sqnr_db)
+        if "histogram" in row:
+            _add_histogram(writer, f"values/{tensor}", row["histogram"])
+    if content["config"]:
+        writer.add_text("config", f"```\n{content['config']['text']}\n```")
+
+
+def _add_histogram(writer: Any, name: str, histogram: JsonMapping) -> None:
+    """Write a histogram of a tensor for TensorBoard."""
+    counts, low, high = histogram["counts"], histogram["low"], histogram["high"]
+    width = (high - low) / len(counts)
+    centres = [low + (index + 0.5) * width for index in range(len(counts))]
+    sums = [count * centre for count, centre in zip(counts, centres, strict=True)]
+    square_sums = [count * centre**2 for count, centre in zip(counts, centres, strict=True)]
+    writer.add_histogram_raw(
+        name,
+        min=low,
+        max=high,
+        num=sum(counts),
+        sum=sum(sums),
+        sum_squares=sum(square_sums),
+        bucket_limits=[low + (index + 1) * width for index in range(len(counts))],
+        bucket_counts=counts,
+    )

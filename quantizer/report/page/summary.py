@@ -14,7 +14,6 @@ from quantizer.evaluation.scores import DROP, RATIO
 from quantizer.plugins import plugins
 from quantizer.report.next_step import (
     PLACEHOLDER,
-    NextFacts,
     NextStep,
     measured_parts,
     next_step,
@@ -23,8 +22,7 @@ from quantizer.report.next_step import (
 )
 from quantizer.report.page.axes import number
 from quantizer.report.rows import layer_name, most_damaged, tensor_name
-from quantizer.report.tables import number_text
-from quantizer.report.verdict import measured_lines
+from quantizer.report.verdict import measured_lines, pair_texts
 from quantizer.sources.directions import Directions
 from quantizer.storage.process_memory import size_text
 
@@ -135,11 +133,12 @@ def try_next(content: JsonMapping) -> NextStep:
     if not content["metrics"]:
         command = f"quantizer --quant_mode test {option_words(options)}"
         return NextStep("test mode measures what quantization costs.", (command,))
-    widths = []
-    for row in content["layers"]:
-        if is_parameter(row["tensor"]) and row["tensor"] != "bias":
-            widths.append(row["bits"])
-    facts = NextFacts(
+    widths = [
+        row["bits"]
+        for row in content["layers"]
+        if is_parameter(row["tensor"]) and row["tensor"] != "bias"
+    ]
+    return next_step(
         content,
         config,
         options,
@@ -148,7 +147,6 @@ def try_next(content: JsonMapping) -> NextStep:
         weight_bits=min(widths, default=None),
         improvement=content.get("improvement", ""),
     )
-    return next_step(facts)
 
 
 @dataclass(frozen=True)
@@ -175,8 +173,7 @@ def metric_cards(content: JsonMapping) -> Iterator[Card]:
     directions = Directions.from_json(content.get("lower_is_better", {}))
     shown = set()
     for name, pair in pairs.items():
-        before = number_text(pair["float"], ".4g", missing="not finite")
-        after = number_text(pair["quantized"], ".4g", missing="not finite")
+        before, after = pair_texts(pair)
         meaning = f"{metric_meaning(name)}: float → quantized"
         for figure, what in ((f"{name}{DROP}", "the loss"), (f"{name}{RATIO}", "the ratio")):
             if metrics.get(figure) is not None:
@@ -198,9 +195,7 @@ def metric_cards(content: JsonMapping) -> Iterator[Card]:
 
 
 def _size_card(content: JsonMapping) -> Card:
-    weight_bytes = content["weight_bytes"]
-    before = weight_bytes["float"]
-    after = weight_bytes["quantized"]
+    before, after = content["weight_bytes"]["float"], content["weight_bytes"]["quantized"]
     compression = before / max(1, after)
     return Card(
         "weights",
@@ -227,12 +222,9 @@ def export_cards(content: JsonMapping, export: JsonMapping) -> Iterator[Card]:
         )
     speed = export.get("speed")
     if speed is not None:
-        ratio = "not clear"
-        if speed["is_clear"]:
-            ratio = f"{speed['ratio']:.2g} times float"
         yield Card(
             "speed",
-            ratio,
+            f"{speed['ratio']:.2g} times float" if speed["is_clear"] else "not clear",
             "times the speed of float; higher is better",
             f"on the machine of the export: {speed['text']}",
         )
@@ -244,9 +236,7 @@ def floats_of_export(content: JsonMapping, export: JsonMapping) -> dict[str, lis
     Without figures of an engine, they are the layers whose weights stay in float.
     """
     kernels = export.get("kernels")
-    reasons = content.get("float_weights", {})
-    if kernels is not None:
-        reasons = kernels["floating"]
+    reasons = content.get("float_weights", {}) if kernels is None else kernels["floating"]
     layers: dict[str, list[str]] = {}
     for layer, reason in reasons.items():
         layers.setdefault(reason, []).append(layer_name(content, layer))

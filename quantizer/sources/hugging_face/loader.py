@@ -5,7 +5,7 @@ of the folder unless it is trusted.
 import importlib
 import importlib.util
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,15 +28,14 @@ from quantizer.sources.files.json_files import (
 from quantizer.sources.hugging_face.deferred_checkpoint import (
     CHECKPOINT_INDEX,
     Dequantize,
-    deferred_model,
     dequantizer_of,
     filled_model,
     indexed_files,
+    keep_unused_tensors,
     read_generation_settings,
     stored_dtype,
     stored_tensors,
 )
-from quantizer.sources.hugging_face.unused_tensors import keep_unused_tensors
 from quantizer.sources.models import LoadedModel, model_forms
 from quantizer.sources.module_state import prepare_for_traces
 from quantizer.sources.user_code import user_errors
@@ -125,14 +124,19 @@ def load_hugging_face(folder: Path, *, trust: bool = False) -> nn.Module:
             _require_known_type(folder, config)
         if dequantize is not None:
             return _load_dequantized(folder, architecture, dequantize, trust=trust)
+        stored = stored_tensors(folder)
         if not trust:
-            deferred = deferred_model(folder, architecture)
+            settings = load_pretrained("AutoConfig", folder)
+            is_float = getattr(settings, "quantization_config", None) is None
+            deferred = (
+                filled_model(folder, settings, architecture, stored) if is_float else None
+            )
             if deferred is not None:
                 return prepare_for_traces(deferred)
+        # It renames, fuses or converts weights where names, shapes or dtypes differ
         module, report = read_checkpoint(
             folder, architecture, trust=trust, ignore_mismatched_sizes=True
         )
-        stored = stored_tensors(folder)
     keep_unused_tensors(folder, module, stored, report["unexpected_keys"])
     _require_fit(folder, architecture, report)
     return module
@@ -187,9 +191,10 @@ def _require_fit(folder: Path, architecture: str, report: dict[str, Any]) -> Non
     Raises:
         ModelError: weights are missing, or have other shapes.
     """
-    misshaped: list[str] = []
-    for name, stored, expected in sorted(report["mismatched_keys"]):
-        misshaped.append(f"{name} {list(stored)} instead of {list(expected)}")
+    misshaped = [
+        f"{name} {list(stored)} instead of {list(expected)}"
+        for name, stored, expected in sorted(report["mismatched_keys"])
+    ]
     if misshaped:
         weights = counted(len(misshaped), "weight")
         raise ModelError(
@@ -244,17 +249,16 @@ def _require_known_type(folder: Path, config: dict[str, Any]) -> None:
     transformers = importlib.import_module("transformers")
     known = list(transformers.CONFIG_MAPPING)
     kind = config.get("model_type")
-    if kind in known:
-        return
     near = closest_word(str(kind), known)
     remedy = "install a newer transformers"
     if near is not None:
         remedy = f"did you mean {near}? Otherwise {remedy}"
-    raise ModelError(
-        f"{folder / CONFIG_FILE} has the model_type {kind!r}, which transformers "
-        f"{transformers.__version__} does not have",
-        help=remedy,
-    )
+    if kind not in known:
+        raise ModelError(
+            f"{folder / CONFIG_FILE} has the model_type {kind!r}, which transformers "
+            f"{transformers.__version__} does not have",
+            help=remedy,
+        )
 
 
 def _require_own_files(folder: Path, config: dict[str, Any]) -> None:
@@ -280,10 +284,10 @@ def _class_name(config: dict[str, Any], folder: Path, *, trust: bool) -> str:
     transformers = importlib.import_module("transformers")
     architectures = config.get("architectures") or ["AutoModel"]
     name = str(architectures[0])
-    auto_classes: dict[str, str] = {}
-    for auto_class, place in (config.get("auto_map") or {}).items():
-        _, _, class_name = str(place).rpartition(".")
-        auto_classes[class_name] = auto_class
+    places = config.get("auto_map") or {}
+    auto_classes: dict[str, str] = {
+        str(place).rpartition(".")[2]: auto_class for auto_class, place in places.items()
+    }
     if trust and name in auto_classes:
         return auto_classes[name]
     model = getattr(transformers, name, None)
@@ -360,46 +364,30 @@ def _model_class(architecture: str, config: Any, folder: Path, *, trust: bool) -
     )
 
 
-def _check_config(file: Path, config: Mapping[str, Any]) -> None:
+def _check_config(file: Path, config: Mapping[str, Any], *, has_kernels: bool = False) -> None:
     """Check that a config names no kernel on the hub, and that it asks for no more parts than a
     model has. transformers would download the kernel and run it.
 
     Args:
         file: the config.json.
-        config: its values.
+        config: its values, or those of a config in it. Each part of a model may have its own.
+        has_kernels: whether its values name kernels.
 
     Raises:
         ModelError: it does; the kernel or the key is named.
     """
-    for key, count in _large_counts(config):
-        raise ModelError(
-            f"{file} asks for {key} {count}, more than a model has",
-            help="give the config.json that was saved with these weights",
-        )
-    for name in _kernels(config):
-        raise ModelError(
-            f"{file} names the kernel {name!r:.200}, which is code on the hub",
-            help="remove attn_implementation from it, or add <--trust> to run that code",
-        )
-
-
-def _large_counts(config: Mapping[str, Any]) -> Iterator[tuple[str, int]]:
-    """Yield the keys of a config and of configs in it whose counts are too large."""
     for key, value in config.items():
-        if isinstance(value, dict):
-            yield from _large_counts(value)
+        names_kernel = has_kernels or key in _KERNELS
         most = _COUNTS.get(key.rpartition("_")[2])
-        if most is not None and isinstance(value, int) and value > most:
-            yield key, value
-
-
-def _kernels(config: Mapping[str, Any], is_kernel: bool = False) -> Iterator[str]:
-    """Yield the kernels that a config or a config in it names. Each part of a model may have
-    its own.
-    """
-    for key, value in config.items():
-        names_kernel = is_kernel or key in _KERNELS
         if isinstance(value, dict):
-            yield from _kernels(value, names_kernel)
+            _check_config(file, value, has_kernels=names_kernel)
         elif names_kernel and "/" in str(value):
-            yield str(value)
+            raise ModelError(
+                f"{file} names the kernel {str(value)!r:.200}, which is code on the hub",
+                help="remove attn_implementation from it, or add <--trust> to run that code",
+            )
+        elif most is not None and isinstance(value, int) and value > most:
+            raise ModelError(
+                f"{file} asks for {key} {value}, more than a model has",
+                help="give the config.json that was saved with these weights",
+            )

@@ -20,17 +20,15 @@ from quantizer.sources.files.json_files import (
     read_object,
 )
 from quantizer.sources.hugging_face.deferred_checkpoint import Dequantize
-from quantizer.sources.quantized_folders.awq_reader import AwqReader
 from quantizer.sources.quantized_folders.compressed_reader import CompressedTensorsReader
-from quantizer.sources.quantized_folders.fp8_reader import Fp8Reader
-from quantizer.sources.quantized_folders.gptq_reader import GptqReader
-from quantizer.sources.quantized_folders.method_settings import MethodSettings
-from quantizer.sources.quantized_folders.mxfp4_reader import Mxfp4Reader
+from quantizer.sources.quantized_folders.float_readers import Fp8Reader, Mxfp4Reader
 from quantizer.sources.quantized_folders.stored_layer import (
     FLOAT8_DTYPES,
     LayerReader,
+    MethodSettings,
     split_into_layers,
 )
+from quantizer.sources.quantized_folders.word_readers import AwqReader, GptqReader
 from quantizer.storage.deferred_tensor import DeferredTensor
 
 READERS: Mapping[str, Callable[[MethodSettings, torch.dtype], LayerReader]] = {

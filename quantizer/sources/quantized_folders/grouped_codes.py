@@ -39,12 +39,20 @@ class GroupedCodes:
             block = slice(start, start + step)
             part = self.codes[block].float()
             if self.zero_point is not None:
-                zero_point = self.zero_point[block]
-                part -= zero_point[:, self.groups]
-            scale = self.scale[block]
-            part *= scale[:, self.groups]
-            values[block] = part
+                part -= self.zero_point[block, self.groups]
+            values[block] = part.mul_(self.scale[block, self.groups])
         return values
+
+
+def column_groups(columns: int, group_size: int) -> Tensor:
+    """Return the group of each column, where groups are runs of columns.
+
+    >>> column_groups(5, 2).tolist()
+    [0, 0, 1, 1, 2]
+    """
+    # A config may have groups of any size
+    size = min(group_size, columns)
+    return torch.arange(columns) // size
 
 
 def unpack_words(words: Tensor, bits: int, columns: int) -> Tensor:
@@ -72,8 +80,7 @@ def unpack_fp4(packed: Tensor) -> Tensor:
     values is in the lower bits.
     """
     rows, pairs = packed.shape
-    flat = packed.reshape(-1)
-    return unpack(flat, _FP4, (rows, 2 * pairs))
+    return unpack(packed.reshape(-1), _FP4, (rows, 2 * pairs))
 
 
 def float_scales(stored: Tensor, global_scale: Tensor | None = None) -> Tensor:

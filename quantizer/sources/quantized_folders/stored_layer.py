@@ -1,19 +1,84 @@
-"""Describe a quantized layer as a folder stores it, and check its tensors before their use."""
+"""Describe what a folder stores: the field `quantization_config` of its config.json, and
+quantized layers, whose tensors are checked before their use.
+"""
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from pathlib import Path
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from quantizer.config.wording import first_names
+from quantizer.config.json_types import JsonMapping
+from quantizer.config.wording import first_names, listed, quoted
 from quantizer.errors import ModelError
+from quantizer.sources.files.json_files import FLOAT_FOLDER_HELP
 from quantizer.sources.tensor_kinds import dtype_name
 from quantizer.storage.deferred_tensor import DeferredTensor
 from quantizer.storage.opened_files import OpenFile
 
+
+@dataclass(frozen=True)
+class MethodSettings:
+    """The settings of a method.
+
+    Attributes:
+        file: that they come from, for messages.
+        fields: the settings by name.
+    """
+
+    file: Path
+    fields: JsonMapping
+
+    @property
+    def method(self) -> str:
+        """Return the name of the method."""
+        return str(self.fields.get("quant_method") or "an unknown method")
+
+    def one_of(self, name: str, known: Sequence[Any], default: Any = None) -> Any:
+        """Return a setting that must be one of some values.
+
+        Raises:
+            ModelError: it is another one.
+        """
+        value = self.fields.get(name)
+        if value is None:
+            value = default
+        if value not in known:
+            raise self.refusal(name, value, listed(known))
+        return value
+
+    def group_size(self) -> int | None:
+        """Return the number of values of a group, or None if a row has one scale.
+
+        Raises:
+            ModelError: it is not an integer above zero, -1 or null.
+        """
+        size = self.fields.get("group_size")
+        if size in (None, -1):
+            return None
+        if type(size) is not int or size < 1:
+            raise self.refusal("group_size", size, "an integer above zero")
+        return size
+
+    def refusal(self, name: str, value: Any, expected: str) -> ModelError:
+        """Return the error for a setting with a value that cannot be read.
+
+        Args:
+            name: of the setting.
+            value: its value.
+            expected: what can be read.
+        """
+        return ModelError(
+            f"{self.file}: {name} of the quantization is {quoted(value)}, and quantizer reads "
+            f"{expected}",
+            help=FLOAT_FOLDER_HELP,
+        )
+
+
 FLOAT8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
+INTEGERS = (torch.int32, torch.int64)
 SCALE_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 _AGAIN = "copy or download the folder again, or give the folder of the float model"
 
@@ -38,49 +103,46 @@ class StoredLayer:
         """Return the values of a tensor."""
         return self.parts[name].load()
 
-    def part(self, name: str, dtypes: Collection[torch.dtype], rank: int = 2) -> DeferredTensor:
+    def part(
+        self,
+        name: str,
+        dtypes: Collection[torch.dtype],
+        rank: int = 2,
+        *,
+        shape: Sequence[int] | None = None,
+    ) -> DeferredTensor:
         """Return a tensor of the layer.
 
         Args:
             name: of the tensor.
             dtypes: that it may have.
-            rank: the number of its axes.
+            rank: the number of its axes, if no shape is given.
+            shape: that it must have.
 
         Raises:
-            ModelError: it is missing or empty, or has another dtype or number of axes.
+            ModelError: it is missing or empty, or has another dtype, shape or number of axes.
         """
         if name not in self.parts:
             stored = sorted(self.parts)
-            others = first_names(stored)
-            file = self._file_of(stored[0])
-            full_name = self.full_name(name)
-            message = (
-                f"{file} has no {full_name}, which its layer needs in addition to {others}"
+            raise ModelError(
+                f"{self._file_of(stored[0])} has no {self.full_name(name)}, which its layer "
+                f"needs in addition to {first_names(stored)}",
+                help=_AGAIN,
             )
-            raise ModelError(message, help=_AGAIN)
         tensor = self.parts[name]
+        sizes = list(tensor.shape)
+        if shape is not None:
+            rank = len(shape)
         if tensor.dtype not in dtypes:
-            stored_name = dtype_name(tensor.dtype)
-            names = map(dtype_name, dtypes)
-            known = " or ".join(names)
-            raise self.damage(name, f"is {stored_name}, not {known}")
-        if tensor.dim() != rank:
-            shape = list(tensor.shape)
-            raise self.damage(name, f"has the shape {shape}, not {rank} axes")
+            known = " or ".join(map(dtype_name, dtypes))
+            raise self.damage(name, f"is {dtype_name(tensor.dtype)}, not {known}")
+        if len(sizes) != rank:
+            raise self.damage(name, f"has the shape {sizes}, not {rank} axes")
         if not tensor.numel():
             raise self.damage(name, "has no values")
+        if shape is not None and sizes != list(shape):
+            raise self.damage(name, f"has the shape {sizes}, not {list(shape)}")
         return tensor
-
-    def require_shape(self, name: str, shape: Sequence[int]) -> None:
-        """Check the shape of a tensor that `part` has returned.
-
-        Raises:
-            ModelError: it is another one.
-        """
-        stored = list(self.parts[name].shape)
-        expected = list(shape)
-        if stored != expected:
-            raise self.damage(name, f"has the shape {stored}, not {expected}")
 
     def damage(self, name: str, why: str) -> ModelError:
         """Return the error for a tensor that does not fit the others.
@@ -89,9 +151,8 @@ class StoredLayer:
             name: of the tensor.
             why: the end of the sentence that the names of file and tensor begin.
         """
-        file = self._file_of(name)
-        full_name = self.full_name(name)
-        return ModelError(f"{file}: {full_name} {why}", help=_AGAIN)
+        place = f"{self._file_of(name)}: {self.full_name(name)}"
+        return ModelError(f"{place} {why}", help=_AGAIN)
 
     def _file_of(self, name: str) -> str:
         place = self.parts[name].place
@@ -106,7 +167,7 @@ class DequantizedLayer:
 
     Attributes:
         weights: by the names that follow the path.
-        used: the names of the tensors that they are computed from.
+        used: the names of the tensors that they are computed from, as far as there are such.
     """
 
     weights: Mapping[str, DeferredTensor]
@@ -129,23 +190,8 @@ def split_into_layers(stored: Mapping[str, DeferredTensor]) -> list[StoredLayer]
     parts_by_path: dict[str, dict[str, DeferredTensor]] = {}
     for name, tensor in stored.items():
         path, _, part = name.rpartition(".")
-        parts = parts_by_path.setdefault(path, {})
-        parts[part] = tensor
-    layers: list[StoredLayer] = []
-    for path, parts in parts_by_path.items():
-        layers.append(StoredLayer(path, parts))
-    return layers
-
-
-def column_groups(columns: int, group_size: int) -> Tensor:
-    """Return the group of each column, where groups are runs of columns.
-
-    >>> column_groups(5, 2).tolist()
-    [0, 0, 1, 1, 2]
-    """
-    # A config may have groups of any size
-    size = min(group_size, columns)
-    return torch.arange(columns) // size
+        parts_by_path.setdefault(path, {})[part] = tensor
+    return [StoredLayer(path, parts) for path, parts in parts_by_path.items()]
 
 
 def listed_groups(layer: StoredLayer, name: str, groups: int) -> Tensor:
@@ -155,8 +201,6 @@ def listed_groups(layer: StoredLayer, name: str, groups: int) -> Tensor:
         ModelError: there are fewer groups.
     """
     numbers = layer.load(name).long()
-    first = int(numbers.min())
-    last = int(numbers.max())
-    if first < 0 or last >= groups:
+    if int(numbers.min()) < 0 or int(numbers.max()) >= groups:
         raise layer.damage(name, f"names groups outside of 0 to {groups - 1}")
     return numbers

@@ -1,7 +1,8 @@
-"""Dequantize fp8 folders with a scale for each tensor, channel or block, as DeepSeek and Qwen
-publish them.
+"""Dequantize folders with small floats: fp8 with a scale for each tensor, channel or block, as
+DeepSeek and Qwen publish them, and experts in mxfp4, as OpenAI publishes gpt-oss.
 
-Source: `Fp8Dequantize` of transformers; the weight_dequant of DeepSeek-V3.
+Source: `Fp8Dequantize` and `convert_moe_packed_tensors` of transformers; the weight_dequant of
+DeepSeek-V3.
 """
 
 from collections.abc import Collection, Sequence
@@ -11,14 +12,18 @@ import torch
 from torch import Tensor
 
 from quantizer.numerics.granularity import BlockSize, block_counts
-from quantizer.sources.quantized_folders.grouped_codes import GroupedCodes, float_scales
-from quantizer.sources.quantized_folders.method_settings import MethodSettings
+from quantizer.sources.quantized_folders.grouped_codes import (
+    GroupedCodes,
+    column_groups,
+    float_scales,
+    unpack_fp4,
+)
 from quantizer.sources.quantized_folders.stored_layer import (
     FLOAT8_DTYPES,
     SCALE_DTYPES,
     DequantizedLayer,
+    MethodSettings,
     StoredLayer,
-    column_groups,
 )
 from quantizer.storage.deferred_tensor import DeferredTensor
 
@@ -59,7 +64,7 @@ class Fp8Reader:
             block_size = row_blocks(layer, scale_name, scale_shape, weight.shape)
         expected = block_counts(weight.shape, block_size)
         if scale_shape != expected:
-            layer.require_shape(scale_name, expected)
+            layer.part(scale_name, BLOCK_SCALE_DTYPES, shape=expected)
         load = partial(self._values, layer, scale_name, block_size)
         values = DeferredTensor(weight.shape, self._dtype, load)
         return DequantizedLayer({_WEIGHT: values}, (_WEIGHT, scale_name))
@@ -67,12 +72,9 @@ class Fp8Reader:
     def _values(self, layer: StoredLayer, scale_name: str, block_size: BlockSize) -> Tensor:
         """Return the values of a layer's weight."""
         codes = layer.load(_WEIGHT)
-        stored = layer.load(scale_name)
-        scale = spread_blocks(float_scales(stored), block_size, codes.shape)
-        columns = codes.shape[1]
-        groups = column_groups(columns, block_size[1])
-        grouped = GroupedCodes(codes, scale, groups)
-        return grouped.values(self._dtype)
+        scale = spread_blocks(float_scales(layer.load(scale_name)), block_size, codes.shape)
+        groups = column_groups(codes.shape[1], block_size[1])
+        return GroupedCodes(codes, scale, groups).values(self._dtype)
 
 
 def read_block_size(settings: MethodSettings, name: str) -> BlockSize | None:
@@ -84,10 +86,9 @@ def read_block_size(settings: MethodSettings, name: str) -> BlockSize | None:
     value = settings.fields.get(name)
     if value is None:
         return None
-    if isinstance(value, list) and len(value) == 2:
+    if isinstance(value, list) and [type(size) for size in value] == [int, int]:
         rows, columns = value
-        is_valid = type(rows) is int and type(columns) is int
-        if is_valid and min(rows, columns) > 0:
+        if min(rows, columns) > 0:
             return (rows, columns)
     raise settings.refusal(name, value, "two integers above zero")
 
@@ -99,14 +100,9 @@ def scale_shape_of(layer: StoredLayer, name: str, dtypes: Collection[torch.dtype
     Raises:
         ModelError: they are missing, or have another dtype or more axes.
     """
-    rank = 2
-    if name in layer.parts:
-        stored = layer.parts[name]
-        rank = min(rank, stored.dim())
+    rank = min(2, layer.parts[name].dim()) if name in layer.parts else 2
     scale = layer.part(name, dtypes, rank)
-    if rank < 2:
-        return (scale.numel(), 1)
-    rows, columns = scale.shape
+    rows, columns = scale.shape if rank == 2 else (scale.numel(), 1)
     return (rows, columns)
 
 
@@ -130,8 +126,8 @@ def row_blocks(
     if scale_shape == (rows, 1):
         return (1, columns)
     stored = list(layer.parts[name].shape)
-    expected = list(shape)
-    raise layer.damage(name, f"has the shape {stored}, which does not fit {expected} codes")
+    why = f"has the shape {stored}, which does not fit {list(shape)} codes"
+    raise layer.damage(name, why)
 
 
 def spread_blocks(values: Tensor, block_size: BlockSize, shape: Sequence[int]) -> Tensor:
@@ -145,10 +141,59 @@ def spread_blocks(values: Tensor, block_size: BlockSize, shape: Sequence[int]) -
     >>> spread_blocks(torch.tensor([1.0, 2.0]), (2, 8), (3, 8)).tolist()
     [[1.0], [1.0], [2.0]]
     """
-    counts = block_counts(shape, block_size)
     rows = shape[0]
+    by_block = values.reshape(block_counts(shape, block_size))
     # A config may have blocks of any size
-    block_rows = min(block_size[0], rows)
-    by_block = values.reshape(counts)
-    by_row = by_block.repeat_interleave(block_rows, 0)
-    return by_row[:rows]
+    return by_block.repeat_interleave(min(block_size[0], rows), 0)[:rows]
+
+
+_BLOCK = 32
+_BLOCKS = "_blocks"
+_SCALES = "_scales"
+
+
+class Mxfp4Reader:
+    """Reads stacks of weights: `X_blocks` [experts, outputs, groups, 16] has two values in a
+    byte, `X_scales` [experts, outputs, groups] exponents with 127 added. `X` is [experts,
+    inputs, outputs].
+    """
+
+    def __init__(self, settings: MethodSettings, dtype: torch.dtype) -> None:
+        """Read weights in `dtype`. The method has no settings that change what is stored."""
+        self._dtype = dtype
+
+    def read(self, layer: StoredLayer) -> DequantizedLayer | None:
+        """Return the float weights of the experts of a layer.
+
+        Raises:
+            ModelError: its tensors do not fit each other.
+        """
+        weights: dict[str, DeferredTensor] = {}
+        used: list[str] = []
+        for name in layer.parts:
+            if not name.endswith(_BLOCKS):
+                continue
+            weight = name.removesuffix(_BLOCKS)
+            scale_name = weight + _SCALES
+            blocks = layer.part(name, [torch.uint8], rank=4)
+            experts, outputs, groups, _ = blocks.shape
+            counts = [experts, outputs, groups]
+            layer.part(name, [torch.uint8], shape=[*counts, _BLOCK // 2])
+            layer.part(scale_name, [torch.uint8], shape=counts)
+            shape = (experts, groups * _BLOCK, outputs)
+            load = partial(self._values, layer, weight, shape)
+            weights[weight] = DeferredTensor(shape, self._dtype, load)
+            used += [name, scale_name]
+        return DequantizedLayer(weights, used) if weights else None
+
+    def _values(self, layer: StoredLayer, weight: str, shape: tuple[int, int, int]) -> Tensor:
+        """Return the values of a stack, one expert after the other."""
+        blocks = layer.load(weight + _BLOCKS)
+        scales = layer.load(weight + _SCALES)
+        values = torch.empty(shape, dtype=self._dtype)
+        groups = column_groups(shape[1], _BLOCK)
+        for expert, packed in enumerate(blocks):
+            codes = unpack_fp4(packed.flatten(1))
+            scale = float_scales(scales[expert])
+            values[expert] = GroupedCodes(codes, scale, groups).values(self._dtype).t()
+        return values
