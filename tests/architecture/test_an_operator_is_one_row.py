@@ -56,7 +56,7 @@ NAMED = {
     "export/mobile/litert_rewrites.py": "what LiteRT's converter rounds, and has one scale for",
     "export/onnx/tuned/trials.py": "moves the steps of codes to where the kernels want them",
     "export/library_failures.py": "which operators libraries write as another one",
-    "export/onnx/unknown_operators.py": "which of these operators torch.onnx knows in part",
+    "export/onnx/refusals.py": "which of these operators torch.onnx knows in part",
     "export/onnx/complex_numbers.py": "what torch.onnx can do with complex numbers, and what is written out for it",
 }
 """Files that may name operators, and why: each implements or rewrites those it names."""

@@ -4,7 +4,7 @@ test mode.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,16 +19,15 @@ from onnx import ModelProto
 from torch import Tensor
 
 from quantizer.errors import VerificationError, first_line
-from quantizer.export.acceptance import accept_file
-from quantizer.export.agreement import Agreement, Verification
+from quantizer.export.acceptance import accept_file, compared_calls
+from quantizer.export.agreement import Verification
 from quantizer.export.deployment import Deployment, tensor_leaves
 from quantizer.export.float32 import HALF, to_float32
 from quantizer.export.kernels import Kernels
 from quantizer.export.onnx.executed import ExecutedGraph, names_of_products, profiled
-from quantizer.export.onnx.int8_model import with_int8_weights
 from quantizer.export.onnx.kernels import kernels_of_products, products_between_codes
 from quantizer.export.onnx.layers import LayerCheck
-from quantizer.export.onnx.speed import STOP_SPINNING, measured_speed
+from quantizer.export.onnx.speed import STOP_SPINNING, measured_speed, with_int8_weights
 from quantizer.export.speed import Speed
 from quantizer.option_words import Sentence
 
@@ -85,42 +84,40 @@ def verify_sessions(file: OnnxFile, deployment: Deployment) -> Verification:
             place = folder if label == watched else ""
             sessions[label] = open_session(file, label, place)
         multiplications = _multiplications(file, deployment, sessions[watched], folder)
-    outputs, steps = deployment.outputs, deployment.part_steps
-    agreements = {label: Agreement("outputs", outputs, steps) for label in sessions}
-    network = deployment.reference
     layers = _LayerSession.of(file, deployment)
-    first_feed: dict[str, NDArray[Any]] | None = None
-    for args, kwargs in deployment.calls():
+    feeds: list[dict[str, NDArray[Any]]] = []
+
+    def run(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[list[Tensor]]:
+        """Return what each session gives for a call, and compare the codes of its layers."""
         feed = named_inputs(file.model, deployment, args, kwargs)
-        if first_feed is None:
-            first_feed = feed
-        recorder = agreements[UNOPTIMIZED].recorder()
-        with torch.no_grad():
-            expected = to_float32(
-                tensor_leaves(network.observe(args, kwargs, recorder.watchers))
-            )
+        if not feeds:
+            feeds.append(feed)
+        results: list[list[Tensor]] = []
         for label, session in sessions.items():
             with failures_named(label, file.name):
-                actual = _outputs(session, feed)
-            agreements[label].add(expected, actual, recorder)
+                results.append(_outputs(session, feed))
         if layers is not None:
             with failures_named(DEFAULT, file.name):
                 codes = layers.codes(feed)
             layers.check.add(args, kwargs, codes)
+        return results
+
     verified: dict[str, Verification] = {}
-    for label, session in sessions.items():
+    for found, (label, session) in zip(
+        compared_calls(deployment, run), sessions.items(), strict=True
+    ):
         remedy = _HELP
         if label == DEFAULT and deployment.choice("onnx_weights") == "int8":
             remedy = _INT8_HELP
         verified[label] = accept_file(
-            agreements[label].result(),
+            found,
             deployment,
             SessionOfFile(session, file, deployment).outputs,
             refusal=f"{file.name} is not written: {label}",
             remedy=remedy,
         )
     rows = () if layers is None else tuple(layers.check.rows.values())
-    speed = _speed(file, sessions[DEFAULT], first_feed)
+    speed = _speed(file, sessions[DEFAULT], feeds)
     if speed is not None and speed.high < 1 and deployment.layer_choice is None:
         speed = replace(speed, remedy=_NEVER_SLOWER)
     default = replace(verified[DEFAULT], kernels=multiplications, layers=rows, speed=speed)
@@ -150,19 +147,19 @@ def _multiplications(
 def _speed(
     file: OnnxFile,
     session: onnxruntime.InferenceSession,
-    feed: Mapping[str, NDArray[Any]] | None,
+    feeds: Sequence[Mapping[str, NDArray[Any]]],
 ) -> Speed | None:
     """Measure the speed of a session against the float network.
 
     That with int8 weights is measured, too, where the processor multiplies them right.
     """
-    if file.floating is None or feed is None:
+    if file.floating is None or not feeds:
         return None
     with_int8 = None
     if isinstance(file.source, bytes):
         with_int8 = with_int8_weights(file.model)
     with failures_named("ONNX Runtime, without quantization,", file.name):
-        return measured_speed(session, file.floating, feed, with_int8=with_int8)
+        return measured_speed(session, file.floating, feeds[0], with_int8=with_int8)
 
 
 @dataclass(frozen=True)

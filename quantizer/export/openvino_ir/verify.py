@@ -3,13 +3,15 @@
 from dataclasses import replace
 from functools import partial
 
-import torch
-
 from quantizer.errors import VerificationError, or_without
-from quantizer.export.acceptance import accept_file, with_float_figures, worst_of
-from quantizer.export.agreement import Agreement, Verification
-from quantizer.export.deployment import Deployment, tensor_leaves
-from quantizer.export.float32 import to_float32
+from quantizer.export.acceptance import (
+    accept_file,
+    compared_calls,
+    with_float_figures,
+    worst_of,
+)
+from quantizer.export.agreement import Verification
+from quantizer.export.deployment import Deployment
 from quantizer.export.onnx.kernels import kernels_of_products
 from quantizer.export.onnx.marks import RECURRENT
 from quantizer.export.onnx.openvino import first_layer_that_differs
@@ -34,21 +36,10 @@ def verify_ir(session: IrSession, deployment: Deployment) -> Verification:
     Raises:
         VerificationError: OpenVINO cannot run it, or its outputs differ in float32.
     """
-    network = deployment.reference
-    outputs, steps = deployment.outputs, deployment.part_steps
-    agreements = [Agreement("outputs", outputs, steps) for _ in (IN_FLOAT32, BY_DEFAULT)]
-    for args, kwargs in deployment.calls():
-        recorder = agreements[IN_FLOAT32].recorder()
-        with torch.no_grad():
-            result = network.observe(args, kwargs, recorder.watchers)
-        expected = to_float32(tensor_leaves(result))
-        for agreement, actual in zip(agreements, session.run(args, kwargs), strict=True):
-            agreement.add(expected, actual, recorder)
-    in_float32 = _accepted(agreements[IN_FLOAT32].result(), session)
-    by_default = agreements[BY_DEFAULT].result()
+    in_float32, by_default = compared_calls(deployment, session.run)
+    in_float32 = _accepted(in_float32, session)
+    by_default = with_float_figures(by_default, session.outputs(BY_DEFAULT), deployment)
     remarks: tuple[str, ...] = ()
-    if worst_of(by_default, deployment) is not None:
-        by_default = with_float_figures(by_default, session.outputs(BY_DEFAULT), deployment)
     if worst_of(by_default, deployment) is not None:
         # The processor decides that, not the file.
         remarks = (_COARSER,)

@@ -12,7 +12,6 @@ from quantizer.export.onnx.activations import (
     quantize_activation,
     takes_bounds,
 )
-from quantizer.export.onnx.adapted_weights import PACKED_BLOCK_SIZES
 from quantizer.export.onnx.builder import NodeBuilder, array_of, remove_node, replace_node
 from quantizer.export.onnx.dynamic import (
     QuantizedRows,
@@ -24,8 +23,8 @@ from quantizer.export.onnx.dynamic import (
 from quantizer.export.onnx.marks import MULTIPLYING, Lowering, is_mark, marks_of
 from quantizer.export.onnx.passes.linear import TRANSPOSED_KEY
 from quantizer.export.onnx.passes.moves import MOVE_OPERATORS
-from quantizer.export.onnx.profile import packed_product
-from quantizer.export.onnx.weights import quantize_weights
+from quantizer.export.onnx.restated import PACKED_BLOCK_SIZES
+from quantizer.export.onnx.weights import packed_product, quantize_weights
 from quantizer.nn.quantized_tensor import QuantizedTensor
 from quantizer.plan.model import Key
 
@@ -62,8 +61,7 @@ def _remove_left_out(graph: ir.Graph, lowering: Lowering) -> None:
             source = NodeBuilder(f"{key[0]}.{key[1]}", mark).add("Identity", source)
             replace_node(mark, source)
             continue
-        for reader, index in list(result.uses()):
-            reader.replace_input_with(index, source)
+        result.replace_all_uses_with(source)
         remove_node(mark)
 
 

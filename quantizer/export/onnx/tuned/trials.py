@@ -15,7 +15,7 @@ from quantizer.config.roles import is_parameter
 from quantizer.export.deployment import Deployment
 from quantizer.export.onnx.build import NetworkToWrite
 from quantizer.export.onnx.conventions import Conventions
-from quantizer.export.onnx.profile import rounded_half_even
+from quantizer.export.onnx.restated import with_activations
 from quantizer.export.onnx.speed import float_model
 from quantizer.graph.ir import Graph
 from quantizer.nn.quantized_tensor import QuantizedTensor
@@ -40,7 +40,7 @@ def without_activations(
         if key in tensors:
             tensors[key] = _with_whole_end(tensors[key])
     reduced = replace(solution, tensors=tensors)
-    return rounded_half_even(reduced)
+    return with_activations(reduced, round_mode="half_even")
 
 
 def _inputs_of_gates(graph: Graph) -> Iterator[Key]:

@@ -1,14 +1,17 @@
-"""Restates weights in the form that ONNX Runtime has kernels for, with the same values."""
+"""Restates the tensors of a network in the form that the engine of a file has: weights as codes
+that ONNX Runtime has kernels for, with the same values, and activations as they are rounded.
+"""
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from quantizer.calibration.solution import Solution
 from quantizer.config.model import QuantizationSpec
-from quantizer.config.roles import base_role
+from quantizer.config.roles import base_role, is_parameter
 from quantizer.export.arithmetic.operands import is_multiplied, is_narrow, layer_input_spec
 from quantizer.export.onnx.int8_weights import (
     WeightStorage,
@@ -24,6 +27,20 @@ PACKED_BLOCK_SIZES = (256, 128, 64, 32, 16)
 """The sizes of groups that MatMulNBits has."""
 # Its fastest, for weights that have no groups of their own.
 _FASTEST_BLOCK_SIZE = 128
+
+
+def with_activations(solution: Solution, **changes: Any) -> Solution:
+    """Return the solution with other values of fields in the specs of activations.
+
+    QuantizeLinear rounds half to even, and cuts values off at the ends of the type. So codes at
+    half-way points change.
+    """
+    tensors = dict(solution.tensors)
+    for (layer, role), tensor in solution.tensors.items():
+        if not is_parameter(role):
+            spec = replace(tensor.spec, **changes)
+            tensors[layer, role] = replace(tensor, spec=spec)
+    return replace(solution, tensors=tensors)
 
 
 def signed_weights(graph: Graph, solution: Solution) -> Solution:
