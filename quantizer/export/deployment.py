@@ -19,16 +19,9 @@ from quantizer.evaluation.compare import FollowedBatches
 from quantizer.export.layer_choice import LayerChoice
 from quantizer.export.origin import Origin
 from quantizer.export.targets import CHOICES
-from quantizer.export.value_names import (
-    chosen_names,
-    in_traced_order,
-    input_names,
-    output_names,
-    require_apart,
-)
+from quantizer.export.value_names import in_traced_order, names_of_files
 from quantizer.graph.channels.output_parts import Output, output_parts, parts_named_as
 from quantizer.graph.ir import Call, Graph
-from quantizer.graph.output_names import unused_names
 from quantizer.graph.tracing.batch_axes import fixed_batch
 from quantizer.graph.tracing.lengths import Length
 from quantizer.nn.network import Network
@@ -149,32 +142,32 @@ class Deployment:
         return encode_parameters(self.graph, self.solution)
 
     @cached_property
+    def _names(self) -> tuple[list[str], list[str]]:
+        names = [output.name for output in self.outputs]
+        return names_of_files(self.choices, self.model, self.graph, names)
+
+    @property
     def input_names(self) -> list[str]:
         """Return the names of the call's tensors in files, in the order of the graph.
 
         Raises:
-            UsageError: `--input_names` does not fit the model.
+            UsageError: an option for names does not fit the model.
         """
-        names = input_names(self.model, self.graph)
-        return chosen_names("input_names", self.choices.get("input_names", ""), names)
+        return self._names[0]
+
+    @property
+    def output_names(self) -> list[str]:
+        """Return the names of the network's tensors in files.
+
+        Raises:
+            UsageError: an option for names does not fit the model.
+        """
+        return self._names[1]
 
     @property
     def parameter_names(self) -> tuple[str, ...]:
         """Return what the user's model calls its positional arguments, as far as it says so."""
         return arguments_of(self.model).names
-
-    @cached_property
-    def output_names(self) -> list[str]:
-        """Return the names of the network's tensors in files.
-
-        Raises:
-            UsageError: `--output_names` does not fit the model, or a name is that of an input.
-        """
-        names = output_names([output.name for output in self.outputs])
-        chosen = chosen_names("output_names", self.choices.get("output_names", ""), names)
-        if self.choices.get("output_names", "") or self.choices.get("input_names", ""):
-            require_apart(self.input_names, chosen)
-        return unused_names(chosen, self.input_names)
 
     def calls(self) -> Iterator[tuple[tuple[Any, ...], Mapping[str, Any]]]:
         """Yield positional and keyword arguments of each call to verify with.
@@ -239,11 +232,6 @@ class Deployment:
         """Return what quantization costs an output or part in test mode, in dB."""
         return self.figures.get(f"sqnr_db[{name}]", self.sqnr_db)
 
-    @cached_property
-    def blank(self) -> Call:
-        """Return the call with zeros for values, and two samples where the batch may vary."""
-        return self.blank_call()
-
     def blank_call(self, most_samples: int | None = None) -> Call:
         """Return the call with zeros for values, and two samples where the batch may vary.
 
@@ -285,11 +273,7 @@ def _of_other_size(tensor: Tensor, axis: int, length: Length) -> Tensor:
 
 def _asked_lengths(graph: Graph) -> list[Length]:
     """Return the sizes that `--dynamic` leaves open."""
-    asked: list[Length] = []
-    for length in graph.lengths:
-        if length.is_asked_for:
-            asked.append(length)
-    return asked
+    return [length for length in graph.lengths if length.is_asked_for]
 
 
 def _open_sizes(graph: Graph) -> dict[str, str]:
@@ -302,8 +286,7 @@ def _open_sizes(graph: Graph) -> dict[str, str]:
     if samples is not None:
         sizes["batch"] = str(samples)
     for length in _asked_lengths(graph):
-        accepted = str(length)
-        sizes[length.name] = accepted
+        sizes[length.name] = str(length)
     return sizes
 
 

@@ -39,7 +39,7 @@ def engine_check(
         run: returns the outputs in float32 and, if there are any, in default settings.
         first_layer: finds the first layer that differs.
     """
-    call = (deployment.args, deployment.kwargs)
+    call = (deployment.args, dict(deployment.kwargs))
     try:
         results = run()
         verifications = compared_calls(deployment, lambda *_: results, [call])

@@ -160,7 +160,7 @@ def quantize_activation(
     codes_of_ends = _code_ends(tensor, bounds)
     ends = codes_of_ends - int(tensor.zero_point)
     if in_floats or is_rounded_apart:
-        units = _clip(builder, builder.add("Div", x, scale), ends)
+        units = builder.clip(builder.add("Div", x, scale), ends[0], ends[1])
         x = builder.add("Mul", round_units(builder, spec.round_mode, units), scale)
         if in_floats:
             return x
@@ -174,22 +174,15 @@ def quantize_activation(
     is_clipped = is_clipped and form.conventions.is_for_kernels
     is_clipped_in_codes = is_clipped and kind.data_type in EIGHT_BITS
     if is_clipped and not is_clipped_in_codes:
-        x = _clip(builder, x, ends * tensor.scale)
+        low, high = ends * tensor.scale
+        x = builder.clip(x, low, high)
     if apart and not is_rounded_apart:
         x = builder.add("Max", x, builder.constant("zero", 0.0))
     zero = builder.constant("zero_point", tensor.zero_point + offset, kind.data_type)
     codes = builder.add("QuantizeLinear", x, scale, zero)
     if is_clipped_in_codes:
-        low = builder.constant("low", code_ends[0], kind.data_type)
-        high = builder.constant("high", code_ends[1], kind.data_type)
-        codes = builder.add("Clip", codes, low, high)
+        codes = builder.clip(codes, code_ends[0], code_ends[1], kind.data_type)
     return builder.add("DequantizeLinear", codes, scale, zero)
-
-
-def _clip(builder: NodeBuilder, x: ir.Value, ends: Tensor) -> ir.Value:
-    low = builder.constant("low", ends[0])
-    high = builder.constant("high", ends[1])
-    return builder.add("Clip", x, low, high)
 
 
 def _quantize_float8(builder: NodeBuilder, tensor: QuantizedTensor, x: ir.Value) -> ir.Value:
@@ -211,7 +204,7 @@ def _cast(builder: NodeBuilder, dtype: str, x: ir.Value) -> ir.Value:
     if dtype == "float32":
         return builder.add("Identity", x)
     largest = NUMBER_FORMATS[dtype].largest
-    clipped = _clip(builder, x, torch.tensor([-largest, largest]))
+    clipped = builder.clip(x, -largest, largest)
     narrow = builder.cast(clipped, _CASTS[dtype])
     return builder.cast(narrow, ir.DataType.FLOAT)
 

@@ -23,11 +23,11 @@ from quantizer.export.exporting import refuse
 from quantizer.export.float32 import in_float32
 from quantizer.export.onnx.conventions import EXACT, Conventions
 from quantizer.export.onnx.files import clean_proto
-from quantizer.export.onnx.int8_weights import WeightStorage
 from quantizer.export.onnx.marks import Lowering, Quantizations
 from quantizer.export.onnx.passes import lower_marks
 from quantizer.export.onnx.refusals import profile_remarks, wide_bias_refusals
 from quantizer.export.onnx.restated import (
+    WeightStorage,
     adapt_weights,
     signed_weights,
     weight_storage,

@@ -62,6 +62,17 @@ class NodeBuilder:
         """Add a Cast and return its value."""
         return self.add("Cast", x, to=int(data_type))
 
+    def clip(
+        self,
+        x: ir.Value,
+        low: Tensor | float,
+        high: Tensor | float,
+        data_type: ir.DataType = ir.DataType.FLOAT,
+    ) -> ir.Value:
+        """Add a Clip to constant bounds and return its value."""
+        bounds = self.constant("low", low, data_type), self.constant("high", high, data_type)
+        return self.add("Clip", x, *bounds)
+
     def requantized(self, x: ir.Value, *qparams: ir.Value | None) -> ir.Value:
         """Add a QuantizeLinear and the DequantizeLinear of its codes, and return the value."""
         codes = self.add("QuantizeLinear", x, *qparams)

@@ -80,9 +80,7 @@ def quantize_dynamic(
     least = spec.quant_min + offset
     most = spec.quant_max + offset
     if (least, most) != (UINT8.low, UINT8.high):
-        low = builder.constant("low", least, UINT8.data_type)
-        high = builder.constant("high", most, UINT8.data_type)
-        codes = builder.add("Clip", codes, low, high)
+        codes = builder.clip(codes, least, most, UINT8.data_type)
     return builder.add("DequantizeLinear", codes, scale, zero)
 
 
@@ -136,10 +134,7 @@ def _rounded(builder: NodeBuilder, spec: QuantizationSpec, x: ir.Value) -> _Roun
     units = builder.add("Div", x, scale)
     if spec.dtype != "int":
         largest = NUMBER_FORMATS[spec.dtype].largest
-        low = builder.constant("low", -largest)
-        high = builder.constant("high", largest)
-        clipped = builder.add("Clip", units, low, high)
-        codes = builder.cast(clipped, FLOAT8_TYPES[spec.dtype])
+        codes = builder.cast(builder.clip(units, -largest, largest), FLOAT8_TYPES[spec.dtype])
         floats = builder.cast(codes, ir.DataType.FLOAT)
         return _Rounded(floats, scale, None)
     least = builder.constant("least", spec.quant_min)

@@ -23,8 +23,11 @@ from quantizer.export.onnx.conventions import CONVENTIONS, Conventions
 from quantizer.export.onnx.files import stored_model
 from quantizer.export.onnx.openvino import openvino_started
 from quantizer.export.onnx.refusals import float8_key_refusals, graph_refusals, tensor_refusals
-from quantizer.export.onnx.tuned.trials import activation_keys, without_activations
-from quantizer.export.onnx.tuned.tuner import choose_layers
+from quantizer.export.onnx.tuned.tuner import (
+    activation_keys,
+    choose_layers,
+    without_activations,
+)
 from quantizer.export.onnx.verify import OnnxFile, verify_sessions
 from quantizer.graph.ir import Graph
 from quantizer.plan.model import TensorSpecs

@@ -1,9 +1,20 @@
 """Restates the tensors of a network in the form that the engine of a file has: weights as codes
 that ONNX Runtime has kernels for, with the same values, and activations as they are rounded.
+
+x86 processors without VNNI multiply uint8 inputs with int8 weights by vpmaddubsw, which adds
+two adjacent products in 16 bits. The sum saturates if both weights have the same sign and their
+magnitudes add up to more than 128. ONNX Runtime uses it for matrix products, linear layers and
+convolutions. Its kernels for depthwise convolutions first widen each product to 32 bits, so
+they are right with all weights. They need one zero point for all channels; others are computed
+as matrix products.
+
+Source: ONNX Runtime 1.31, onnxruntime/core/mlas/lib: amd64/ConvSymKernelAvx2.asm,
+amd64/QgemmU8S8KernelAvx2.asm, intrinsics/avx2/qdwconv_avx2.cpp, and the order of weights in
+core/providers/cpu/quantization/qlinearconv.cc.
 """
 
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -12,16 +23,178 @@ from torch import Tensor
 from quantizer.calibration.solution import Solution
 from quantizer.config.model import QuantizationSpec
 from quantizer.config.roles import base_role, is_parameter
+from quantizer.config.wording import counted
 from quantizer.export.arithmetic.operands import is_multiplied, is_narrow, layer_input_spec
-from quantizer.export.onnx.int8_weights import (
-    WeightStorage,
-    is_right_everywhere,
-    with_signed_codes,
-    with_unsigned_codes,
-)
-from quantizer.graph.ir import Graph
+from quantizer.graph.ir import Graph, Node
 from quantizer.nn.quantized_tensor import QuantizedTensor
+from quantizer.option_words import Sentence
 from quantizer.plan.model import Key, TensorSpecs
+
+# The largest sum of two weights w for which 255 * w fits 16 bits: 255 * 128 = 32640.
+_MAX_PAIR_SUM = 128
+# The kernels for int8 weights read so many input channels at once.
+_CHANNELS_AT_ONCE = 4
+# Padding more weights of an output than these takes longer than it saves.
+_MAX_ADDED_WEIGHTS = 49
+# The kernels for int8 weights compute so many output channels at least.
+_MIN_OUTPUTS = 16
+# The difference between unsigned and signed codes of 8 bits.
+_SIGN_OFFSET = 128
+
+
+@dataclass(frozen=True)
+class WeightStorage:
+    """How the 8-bit weights are stored that meet integers, by names of layers.
+
+    Attributes:
+        unsigned: as uint8.
+        signed: as int8, and no processor adds up their products wrong.
+        unsafe: as int8, and processors without VNNI may add up their products wrong.
+    """
+
+    unsigned: list[str] = field(default_factory=list)
+    signed: list[str] = field(default_factory=list)
+    unsafe: list[str] = field(default_factory=list)
+
+    @property
+    def processors(self) -> str:
+        """Return on which processors the file is right."""
+        return "x86 with VNNI, ARM" if self.unsafe else "any"
+
+    @property
+    def remarks(self) -> tuple[str, ...]:
+        """Return a sentence if the processor decides whether results are right, or fast."""
+        if self.unsafe:
+            return (
+                "8-bit weights are stored as int8: x86 CPUs without VNNI compute wrong sums",
+            )
+        return self.asides
+
+    @property
+    def asides(self) -> tuple[str, ...]:
+        """Return a sentence if the file is right everywhere, and faster in another form."""
+        if self.unsafe or not self.unsigned:
+            return ()
+        count = len(self.unsigned) + len(self.signed)
+        return (
+            Sentence(
+                f"8-bit weights of {len(self.unsigned)} of {counted(count, 'layer')} are "
+                "stored as uint8, so that the file is right on every CPU. On CPUs with VNNI, "
+                "<--onnx_weights int8> is up to twice as fast"
+            ),
+        )
+
+
+def is_right_everywhere(tensor: QuantizedTensor, graph: Graph, node: Node, role: str) -> bool:
+    """Return whether no processor saturates in a layer's products of int8 weights with uint8.
+
+    Args:
+        tensor: has signed codes.
+    """
+    assert tensor.codes is not None
+    if tensor.codes.dim() == 1:
+        # The factors of a batch norm are multiplied, and no products are added.
+        return True
+    has_one_zero_point = bool(tensor.zero_point.min() == tensor.zero_point.max())
+    if role == "weights" and has_one_zero_point and is_depthwise(graph, node):
+        return True
+    pair_sums = [largest_pair_sum(tensor.codes)]
+    missing = missing_channels(tensor.codes.shape, int(node.attrs.get("groups", 1)))
+    if missing:
+        # Only convolutions between integers are padded
+        padded = torch.nn.functional.pad(tensor.codes, (0, 0, 0, 0, 0, missing))
+        pair_sums.append(largest_pair_sum(padded))
+    return max(pair_sums) <= _MAX_PAIR_SUM
+
+
+def is_depthwise(graph: Graph, node: Node) -> bool:
+    """Return whether each input channel of a convolution makes one output channel."""
+    groups = int(node.attrs.get("groups", 1))
+    outputs, inputs_of_group = graph.weight(node).shape[:2]
+    has_groups = outputs == groups > 1
+    return has_groups and inputs_of_group == 1
+
+
+def missing_channels(shape: Sequence[int], groups: int) -> int:
+    """Return how many input channels a convolution in two dimensions is padded with in a file.
+
+    Args:
+        shape: of its int8 weights.
+
+    >>> missing_channels((32, 3, 3, 3), 1), missing_channels((32, 1, 3, 3), 32)
+    (1, 0)
+    """
+    if len(shape) != 4 or groups != 1:
+        return 0
+    outputs, inputs, height, width = shape
+    missing = _CHANNELS_AT_ONCE - inputs
+    positions = height * width
+    has_kernel = outputs >= _MIN_OUTPUTS and outputs % 8 == 0 and positions > 1
+    if has_kernel and 0 < missing * positions <= _MAX_ADDED_WEIGHTS:
+        return missing
+    return 0
+
+
+def largest_pair_sum(codes: Tensor) -> int:
+    """Return the largest magnitude of the sum of two weights whose products are added first.
+
+    These are neighbours along the input channels, which the kernels order within each position
+    of a convolution's kernel. Two weights of opposite signs cannot saturate. They count with
+    the larger magnitude.
+
+    Args:
+        codes: [outputs, inputs, ...], integers.
+
+    >>> largest_pair_sum(torch.tensor([[100, 28, -90, 127]]))
+    128
+    """
+    outputs = codes.shape[0]
+    inputs = codes.shape[1]
+    by_input = codes.to(torch.int32).reshape(outputs, inputs, -1)
+    by_position = by_input.transpose(1, 2)
+    rows = by_position.reshape(outputs, -1)
+    # The kernels fill up the last pair with a zero.
+    missing = rows.shape[1] % 2
+    rows = torch.nn.functional.pad(rows, (0, missing))
+    pairs = rows.reshape(outputs, -1, 2)
+    positive_sums = pairs.clamp(min=0).sum(2)
+    negative_sums = pairs.clamp(max=0).sum(2)
+    highest = int(positive_sums.max())
+    lowest = int(negative_sums.min())
+    return max(highest, -lowest)
+
+
+def with_signed_codes(tensor: QuantizedTensor) -> QuantizedTensor:
+    """Return the same values as int8."""
+    assert tensor.codes is not None
+    offset = 0
+    if int(tensor.codes.max()) >= _SIGN_OFFSET:
+        offset = -_SIGN_OFFSET
+    return _shifted(tensor, offset, signed=True)
+
+
+def with_unsigned_codes(tensor: QuantizedTensor) -> QuantizedTensor:
+    """Return the same values as uint8."""
+    offset = _SIGN_OFFSET if tensor.spec.signed else 0
+    return _shifted(tensor, offset, signed=False)
+
+
+def _shifted(tensor: QuantizedTensor, offset: int, *, signed: bool) -> QuantizedTensor:
+    """Return the same values with codes of 8 bits that are higher by `offset`."""
+    assert tensor.codes is not None
+    dtype = torch.int8 if signed else torch.uint8
+    wide = tensor.codes.to(torch.int32)
+    codes = (wide + offset).to(dtype)
+    zero_point = tensor.zero_point + offset
+    spec = replace(
+        tensor.spec,
+        bit_width=8,
+        narrow_range=False,
+        signed=signed,
+        symmetric=tensor.spec.symmetric and offset == 0,
+    )
+    return replace(tensor, spec=spec, codes=codes, zero_point=zero_point)
+
 
 PACKED_BLOCK_SIZES = (256, 128, 64, 32, 16)
 """The sizes of groups that MatMulNBits has."""

@@ -61,6 +61,12 @@ def _is_complex(value: Any) -> bool:
     return isinstance(value, Tensor) and value.is_complex()
 
 
+def _has_other_dimensions(node: fx.Node) -> bool:
+    """Return whether an attention is in other dimensions than the four that torch.onnx knows."""
+    query: Any = node.args[0]
+    return bool(query.meta["val"].dim() != 4)
+
+
 def _reads_no_places(node: fx.Node) -> bool:
     """Return whether the places of the largest values are not read."""
     return not any(user.args[1] == 1 and user.users for user in node.users)
@@ -327,9 +333,7 @@ def _average_by_divisor(average: Callable[..., Tensor]) -> Callable[..., Any]:
 
 
 _DECOMPOSITIONS: dict[Any, _Decomposition] = {
-    _ATTENTION: _Decomposition(
-        _attention_of_heads, lambda node: node.args[0].meta["val"].dim() != 4
-    ),
+    _ATTENTION: _Decomposition(_attention_of_heads, _has_other_dimensions),
     _ATEN.adaptive_avg_pool3d.default: _Decomposition(_average_of_regions),
     _ATEN.cdist.default: _Decomposition(_distances),
     _ATEN.diagonal_scatter.default: _Decomposition(_with_diagonal),

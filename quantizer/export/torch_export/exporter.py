@@ -1,4 +1,6 @@
-"""What both targets with a `torch.export` program share: writing and verifying its bytes."""
+"""Writes the targets with a `torch.export` program: .pt2 with integer weights and
+`quantized_decomposed` operators, and .float.pt2 of float operators only.
+"""
 
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping
@@ -13,10 +15,12 @@ from torch.export import ExportedProgram
 from quantizer.errors import VerificationError, first_line
 from quantizer.export.acceptance import verified_calls
 from quantizer.export.agreement import Verification
+from quantizer.export.arithmetic.biases import MAX_SUM_BIAS, overflowing
 from quantizer.export.deployment import Deployment, tensor_leaves
 from quantizer.export.exporter import Exporter
 from quantizer.export.origin import ORIGIN_FILE
-from quantizer.export.programs.program import load_program, program_bytes
+from quantizer.export.programs.coded import ProgramForm, coded_program
+from quantizer.export.programs.program import float_program, load_program, program_bytes
 from quantizer.storage.files import write_bytes
 
 
@@ -78,3 +82,41 @@ class ProgramExporter(Exporter[ProgramFile]):
                 ) from error
 
         return verified_calls(deployment, outputs, name=written.name, remedy=self.remedy)
+
+
+class Pt2Exporter(ProgramExporter):
+    """Writes a program with codes for weights and floats for biases.
+
+    What has no operator of 8-bit integers is computed in float.
+    """
+
+    remedy = "<--deploy pt2_float> computes with floats, as test mode does"
+
+    @property
+    def activation_codes(self) -> str:
+        """Return the integer type of 8-bit activations in files."""
+        return self.choice("pt2_activations")
+
+    def program(self, deployment: Deployment) -> ExportedProgram:
+        """Return the network with codes and operators for its quantizations."""
+        solution = deployment.solution.by_rows()
+        if self.activation_codes == "uint8":
+            return coded_program(deployment, solution, ProgramForm("uint8"))
+        network = deployment.network()
+        float_layers = overflowing(network, solution, MAX_SUM_BIAS)
+        form = ProgramForm("int8", decoded=frozenset(float_layers), is_shared=False)
+        return coded_program(deployment, solution, form)
+
+
+class Pt2FloatExporter(ProgramExporter):
+    """Writes a program that computes what test mode does.
+
+    Weights are stored as the float32 values of their codes. Some processors add up convolutions
+    in another order.
+    """
+
+    remedy = "<--deploy safetensors> writes the tensors alone"
+
+    def program(self, deployment: Deployment) -> ExportedProgram:
+        """Return the quantized network as it is."""
+        return float_program(deployment)

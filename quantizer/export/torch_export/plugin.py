@@ -9,14 +9,14 @@ _ACTIVATIONS = TargetOption(
     ("uint8", "int8"),
 )
 _INTEGERS = ExportTarget(
-    "quantizer.export.torch_export.pt2:Pt2Exporter",
+    "quantizer.export.torch_export.exporter:Pt2Exporter",
     ".pt2",
     "torch.export.load",
     offered_for="program",
     options=(_ACTIVATIONS,),
 )
 _FLOATS = ExportTarget(
-    "quantizer.export.torch_export.pt2_float:Pt2FloatExporter",
+    "quantizer.export.torch_export.exporter:Pt2FloatExporter",
     ".float.pt2",
     "torch.export.load",
     holds_negative_scales=True,

@@ -24,9 +24,9 @@ from quantizer.export.onnx.builder import (
     remove_node,
     replace_node,
 )
-from quantizer.export.onnx.int8_weights import missing_channels
 from quantizer.export.onnx.marks import Lowering
 from quantizer.export.onnx.passes.moves import only_moves, origins
+from quantizer.export.onnx.restated import missing_channels
 from quantizer.export.onnx.tensors import EIGHT_BITS
 
 _PADDING_ATTRIBUTES = ("pads", "count_include_pad")

@@ -9,7 +9,7 @@ from functools import partial
 from math import prod
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, Protocol
+from typing import Any
 
 import onnx
 import onnxruntime
@@ -17,6 +17,7 @@ import torch
 from numpy.typing import NDArray
 from onnx import ModelProto
 
+from quantizer.export.onnx.executed import profiled
 from quantizer.export.onnx.speed import speeds_in_turns, timed_session
 from quantizer.export.speed import Speed
 
@@ -62,23 +63,6 @@ class Profile:
         return sum(kernel.seconds for kernel in self.kernels)
 
 
-class Meter(Protocol):
-    """Measures serialized models on this machine."""
-
-    @property
-    def conditions(self) -> Mapping[str, Any]:
-        """Return what the times hold for: runtime, processor and threads."""
-        ...
-
-    def profile(self, model: bytes, feed: Feed) -> Profile:
-        """Return the time of each kernel."""
-        ...
-
-    def speeds(self, models: Sequence[bytes], floating: bytes, feed: Feed) -> list[Speed]:
-        """Return the speed of each model against the float network."""
-        ...
-
-
 class RuntimeMeter:
     """Measures with ONNX Runtime, on as many threads as torch has."""
 
@@ -106,8 +90,7 @@ class RuntimeMeter:
         with TemporaryDirectory() as name:
             folder = Path(name)
             options = self._options()
-            options.enable_profiling = True
-            options.profile_file_prefix = str(folder / "profile")
+            profiled(options, name)
             optimized = folder / "optimized.onnx"
             options.optimized_model_filepath = str(optimized)
             session = timed_session(model, options)
