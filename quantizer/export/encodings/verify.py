@@ -28,9 +28,9 @@ from quantizer.export.engine_checks import engine_check, require_success, starte
 from quantizer.export.onnx.verify import (
     UNOPTIMIZED,
     OnnxFile,
-    SessionOfFile,
     named_inputs,
     open_session,
+    session_outputs,
 )
 
 _REMEDY = "<--deploy onnx> writes the roundings into the network itself"
@@ -66,12 +66,12 @@ def verify_encodings(written: EncodedFile) -> Verification:
     """
     deployment = written.tested
     with _evaluated_file(written) as file:
-        session = SessionOfFile(open_session(file, UNOPTIMIZED), file, deployment)
-        (verification,) = compared_calls(deployment, lambda *call: [session.outputs(*call)])
+        outputs = session_outputs(open_session(file, UNOPTIMIZED), file, deployment)
+        (verification,) = compared_calls(deployment, lambda *call: [outputs(*call)])
         return accept_file(
             verification,
             deployment,
-            session.outputs,
+            outputs,
             refusal=f"{written.name} is not written: the network with its encodings",
             remedy=_REMEDY,
         )

@@ -12,7 +12,8 @@ from quantizer.config.model import QuantizationSpec
 from quantizer.export.exporter import Reason
 from quantizer.export.limits import Limits, kind_of, limit_reasons
 from quantizer.export.onnx.builder import NodeBuilder
-from quantizer.export.onnx.conventions import EXACT, Conventions
+from quantizer.export.onnx.conventions import Conventions
+from quantizer.export.onnx.marks import Lowering
 from quantizer.export.onnx.tensors import EIGHT_BITS, activation_type
 from quantizer.nn.quantized_tensor import QuantizedTensor
 from quantizer.tables import NUMBER_FORMATS
@@ -27,14 +28,6 @@ _HALF_DOWN = (("Mul", 2.0), ("Ceil", None), ("Mul", 0.5), ("Floor", None))
 
 
 Bounds = tuple[float, float]
-
-
-@dataclass(frozen=True)
-class ActivationForm:
-    """The operator set and the conventions that activations are written in."""
-
-    opset: int
-    conventions: Conventions = EXACT
 
 
 @dataclass(frozen=True)
@@ -97,7 +90,7 @@ def _has_type(spec: QuantizationSpec, opset: int, conventions: Conventions) -> b
     return bool(spec.is_dynamic) or activation_type(spec, opset, conventions) is not None
 
 
-def takes_bounds(tensor: QuantizedTensor, bounds: Bounds, form: ActivationForm) -> bool:
+def takes_bounds(tensor: QuantizedTensor, bounds: Bounds, lowering: Lowering) -> bool:
     """Return whether a quantization can cut values off at `bounds`, so that no operator need
     do it before.
 
@@ -107,11 +100,11 @@ def takes_bounds(tensor: QuantizedTensor, bounds: Bounds, form: ActivationForm) 
     spec = tensor.spec
     if spec.dtype != "int" or spec.round_mode != "half_even":
         return False
-    stored = activation_type(spec, form.opset, form.conventions)
+    stored = activation_type(spec, lowering.opset, lowering.conventions)
     if stored is None:
         return False
     kind, offset = stored
-    if form.conventions.is_for_kernels:
+    if lowering.conventions.is_for_kernels:
         return kind.data_type in EIGHT_BITS
     ends = _code_ends(tensor, bounds) + offset
     return ends.tolist() == [kind.low, kind.high]
@@ -130,7 +123,7 @@ def quantize_activation(
     builder: NodeBuilder,
     tensor: QuantizedTensor,
     x: ir.Value,
-    form: ActivationForm,
+    lowering: Lowering,
     *,
     bounds: Bounds = UNBOUNDED,
     in_floats: bool = False,
@@ -145,7 +138,7 @@ def quantize_activation(
 
     Args:
         tensor: how to quantize; `activation_reasons` has nothing against it.
-        form: of the file.
+        lowering: of the file.
         bounds: `takes_bounds` has nothing against them.
         in_floats: leave QuantizeLinear and DequantizeLinear out.
         apart: `x` is not negative, and no runtime may fuse its operator with the quantization.
@@ -164,14 +157,14 @@ def quantize_activation(
         x = builder.add("Mul", round_units(builder, spec.round_mode, units), scale)
         if in_floats:
             return x
-    stored = activation_type(spec, form.opset, form.conventions)
+    stored = activation_type(spec, lowering.opset, lowering.conventions)
     # `activation_reasons` refuses other specs.
     assert stored is not None
     kind, offset = stored
     code_ends = codes_of_ends + offset
     is_clipped = not is_rounded_apart and code_ends.tolist() != [kind.low, kind.high]
     # Engines that want QuantizeLinear alone cut values off at the ends of the type.
-    is_clipped = is_clipped and form.conventions.is_for_kernels
+    is_clipped = is_clipped and lowering.conventions.is_for_kernels
     is_clipped_in_codes = is_clipped and kind.data_type in EIGHT_BITS
     if is_clipped and not is_clipped_in_codes:
         low, high = ends * tensor.scale

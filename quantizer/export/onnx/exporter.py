@@ -23,11 +23,7 @@ from quantizer.export.onnx.conventions import CONVENTIONS, Conventions
 from quantizer.export.onnx.files import stored_model
 from quantizer.export.onnx.openvino import openvino_started
 from quantizer.export.onnx.refusals import float8_key_refusals, graph_refusals, tensor_refusals
-from quantizer.export.onnx.tuned.tuner import (
-    activation_keys,
-    choose_layers,
-    without_activations,
-)
+from quantizer.export.onnx.tuned.tuner import Tuner, activation_keys, without_activations
 from quantizer.export.onnx.verify import OnnxFile, verify_sessions
 from quantizer.graph.ir import Graph
 from quantizer.plan.model import TensorSpecs
@@ -90,7 +86,7 @@ class OnnxExporter(Exporter[OnnxModel]):
         named = self.choice("deploy_file")
         source = Path(named) if named else path.with_name(DEPLOY_FILE)
         if not named and not source.exists():
-            return choose_layers(deployment.in_memory(), weights, self.conventions)
+            return Tuner(deployment.in_memory(), weights, self.conventions).choice()
         digest = network_digest(deployment.graph, solution)
         content = read_choice(source, digest, weights, activation_keys(solution))
         left_out = [(layer, role) for layer, role in content["float_activations"]]

@@ -69,10 +69,11 @@ def measured_speed(
     Args:
         with_int8: the same file with int8 weights. If it is faster, its speed is returned, too.
     """
-    sessions = [session, _session(floating)]
-    if with_int8 is not None:
-        sessions.append(_session(with_int8))
-    timers = [partial(_seconds, other, feed) for other in sessions]
+    models = [floating] if with_int8 is None else [floating, with_int8]
+    sessions = [session]
+    for model in models:
+        sessions.append(timed_session(model, onnxruntime.SessionOptions()))
+    timers = [partial(mean_seconds, other, feed) for other in sessions]
     speed, *others = speeds_in_turns(timers)
     if speed is None:
         return None
@@ -80,11 +81,6 @@ def measured_speed(
         if other is not None and other.is_clear and other.low > _FASTER * speed.ratio:
             return replace(speed, faster=(Sentence("<--onnx_weights int8>"), other))
     return speed
-
-
-def _session(model: bytes) -> onnxruntime.InferenceSession:
-    """Return a default session."""
-    return timed_session(model, onnxruntime.SessionOptions())
 
 
 def timed_session(
@@ -144,7 +140,7 @@ def _runs_at_once(timer: Timer, shortest: float) -> int:
     return max(1, math.ceil(shortest / max(seconds, shortest / _MAX_RUNS)))
 
 
-def _seconds(
+def mean_seconds(
     session: onnxruntime.InferenceSession, feed: Mapping[str, NDArray[Any]], runs: int
 ) -> float:
     """Return the seconds of one run, as the mean of several."""

@@ -19,7 +19,7 @@ from onnx import ModelProto
 from torch import Tensor
 
 from quantizer.errors import VerificationError, first_line
-from quantizer.export.acceptance import accept_file, compared_calls
+from quantizer.export.acceptance import Outputs, accept_file, compared_calls
 from quantizer.export.agreement import Verification
 from quantizer.export.deployment import Deployment, tensor_leaves
 from quantizer.export.float32 import HALF, to_float32
@@ -112,7 +112,7 @@ def verify_sessions(file: OnnxFile, deployment: Deployment) -> Verification:
         verified[label] = accept_file(
             found,
             deployment,
-            SessionOfFile(session, file, deployment).outputs,
+            session_outputs(session, file, deployment),
             refusal=f"{file.name} is not written: {label}",
             remedy=remedy,
         )
@@ -235,18 +235,13 @@ def failures_named(label: str, name: str) -> Iterator[None]:
         ) from error
 
 
-@dataclass(frozen=True)
-class SessionOfFile:
-    """A session that is called as the model is."""
-
-    session: onnxruntime.InferenceSession
-    file: OnnxFile
-    deployment: Deployment
-
-    def outputs(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Tensor]:
-        """Return what the session gives for a call."""
-        feed = named_inputs(self.file.model, self.deployment, args, kwargs)
-        return _outputs(self.session, feed)
+def session_outputs(
+    session: onnxruntime.InferenceSession, file: OnnxFile, deployment: Deployment
+) -> Outputs:
+    """Return a function that calls a session as the model is called."""
+    return lambda args, kwargs: _outputs(
+        session, named_inputs(file.model, deployment, args, kwargs)
+    )
 
 
 def _outputs(

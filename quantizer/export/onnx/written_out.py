@@ -62,7 +62,7 @@ def _is_complex(value: Any) -> bool:
 
 
 def _has_other_dimensions(node: fx.Node) -> bool:
-    """Return whether an attention is in other dimensions than the four that torch.onnx knows."""
+    """Return whether an attention has other than four dimensions, which torch.onnx knows."""
     query: Any = node.args[0]
     return bool(query.meta["val"].dim() != 4)
 

@@ -97,7 +97,7 @@ def _accepted(verification: Verification, session: IrSession) -> Verification:
 
 def _speed(session: IrSession) -> Speed | None:
     """Measure the speed against the float network, both by the default settings."""
-    if not session.has_float:
+    if session.built.floating is None:
         return None
     timers = [partial(session.seconds, which) for which in ("model", "float")]
     waited = partial(waited_seconds, session.process.pid)

@@ -57,11 +57,6 @@ class IrSession:
         """Return the ONNX model."""
         return self.built.proto
 
-    @property
-    def has_float(self) -> bool:
-        """Return whether the network without quantization can be timed."""
-        return self.built.floating is not None
-
     def run(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[list[Tensor]]:
         """Return what the model gives for a call with each of the settings.
 

@@ -88,53 +88,6 @@ def activation_keys(solution: Solution) -> tuple[Key, ...]:
     return tuple(keys)
 
 
-class TrialFiles:
-    """Builds files of a network whose speeds are compared.
-
-    Args:
-        deployment: the network with all its quantizations.
-        weights: the value of --onnx_weights.
-        conventions: those of `--onnx_profile`.
-
-    Attributes:
-        floating: the network without any quantization, as a serialized ModelProto; None if it
-            has more than 1 GB.
-    """
-
-    def __init__(self, deployment: Deployment, weights: str, conventions: Conventions) -> None:
-        self._weights = weights
-        self._conventions = conventions
-        to_write = NetworkToWrite.of(deployment, weights, conventions)
-        # A file with fewer quantizations could do with an older operator set
-        self._deployment = replace(deployment, opset=to_write.opset)
-        self._quantizations = to_write.quantizations
-        model = to_write.translated()
-        self.floating = float_model(model)
-        self._translated = ir.to_proto(model)
-
-    def file(self, left_out: Collection[Key]) -> ModelProto:
-        """Return the file that leaves the activations `left_out` in float.
-
-        Its biases are those of the network with all quantizations. Their values do not change
-        how long the file takes.
-        """
-        deployment = self._deployment
-        solution = without_activations(deployment.graph, deployment.solution, left_out)
-        deployment = replace(deployment, solution=solution)
-        to_write = NetworkToWrite.of(deployment, self._weights, self._conventions)
-        stated = to_write.stated.tensors
-        quantizations: list[tuple[Key, QuantizedTensor]] = []
-        absent: set[Key] = set()
-        # Marks refer to quantizations by index, so an absent one keeps its place in the list
-        for key, tensor in self._quantizations:
-            if key not in stated:
-                absent.add(key)
-            restated = stated.get(key, tensor)
-            quantizations.append((key, restated))
-        model = ir.from_proto(self._translated)
-        return to_write.lowered(model, quantizations, absent)
-
-
 METER: Callable[[], RuntimeMeter] = RuntimeMeter
 """Returns an object that measures files. Tests put another one here."""
 _MOST_SAMPLES = 10
@@ -161,10 +114,8 @@ class _Trial:
     speeds: tuple[Speed, ...] = ()
 
 
-def choose_layers(
-    deployment: Deployment, weights: str, conventions: Conventions
-) -> LayerChoice:
-    """Return what stays in float in the fastest file.
+class Tuner:
+    """Measures the files of one network.
 
     Args:
         deployment: a network with all its quantizations.
@@ -172,30 +123,31 @@ def choose_layers(
         conventions: of the profile.
 
     Raises:
-        UsageError: the machine is too busy to measure, or the network is too large.
+        UsageError: the network is too large to measure.
         VerificationError: ONNX Runtime cannot run a file.
     """
-    return _Tuner(deployment, weights, conventions).choice()
-
-
-class _Tuner:
-    """Measures the files of one network."""
 
     def __init__(self, deployment: Deployment, weights: str, conventions: Conventions) -> None:
-        self.deployment = deployment
         self.name = f"{deployment.graph.model}.onnx"
         self.weights = weights
+        self.conventions = conventions
         self.meter = METER()
-        self.files = TrialFiles(deployment, weights, conventions)
-        self.keys = activation_keys(deployment.solution)
-        if self.files.floating is None:
+        to_write = NetworkToWrite.of(deployment, weights, conventions)
+        # A file with fewer quantizations could do with an older operator set
+        self.deployment = replace(deployment, opset=to_write.opset)
+        self.quantizations = to_write.quantizations
+        model = to_write.translated()
+        floating = float_model(model)
+        if floating is None:
             raise UsageError(
                 "<--onnx_profile tuned> cannot measure a network of more than 1 GB",
                 help="use <--onnx_profile fast>",
             )
-        self.floating: bytes = self.files.floating
-        quantized = self.files.file(())
-        bare = self.files.file(self.keys)
+        self.floating = floating
+        self.translated = ir.to_proto(model)
+        self.keys = activation_keys(deployment.solution)
+        quantized = self.file(())
+        bare = self.file(self.keys)
         self.quantized_blocks = BlockMap(quantized)
         self.bare_blocks = BlockMap(bare)
         self.sizes, self.feeds = _feeds(deployment, quantized)
@@ -207,13 +159,39 @@ class _Tuner:
             pair = ProfiledPair(in_integers, in_float, elements)
             self.pairs.append(pair)
 
+    def file(self, left_out: Collection[Key]) -> ModelProto:
+        """Return the file that leaves the activations `left_out` in float.
+
+        Its biases are those of the network with all quantizations. Their values do not change
+        how long the file takes.
+        """
+        deployment = self.deployment
+        solution = without_activations(deployment.graph, deployment.solution, left_out)
+        deployment = replace(deployment, solution=solution)
+        to_write = NetworkToWrite.of(deployment, self.weights, self.conventions)
+        stated = to_write.stated.tensors
+        quantizations: list[tuple[Key, QuantizedTensor]] = []
+        absent: set[Key] = set()
+        # Marks refer to quantizations by index, so an absent one keeps its place in the list
+        for key, tensor in self.quantizations:
+            if key not in stated:
+                absent.add(key)
+            quantizations.append((key, stated.get(key, tensor)))
+        model = ir.from_proto(self.translated)
+        return to_write.lowered(model, quantizations, absent)
+
     def _profile(self, model: ModelProto, feed: Feed) -> Profile:
         content = model.SerializeToString()
         with failures_named(DEFAULT, self.name):
             return self.meter.profile(content, feed)
 
     def choice(self) -> LayerChoice:
-        """Return what the fastest file leaves in float."""
+        """Return what the fastest file leaves in float.
+
+        Raises:
+            UsageError: the machine is too busy to measure.
+            VerificationError: ONNX Runtime cannot run a file.
+        """
         trials = self._measured(self._trials())
         fastest = fastest_trial(trials)
         left_out = sorted(fastest.left_out)
@@ -265,7 +243,7 @@ class _Tuner:
         """
         models: list[bytes] = []
         for trial in trials:
-            file = self.files.file(trial.left_out)
+            file = self.file(trial.left_out)
             content = file.SerializeToString()
             models.append(content)
         measured = list(trials)
