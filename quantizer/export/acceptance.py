@@ -62,11 +62,12 @@ def compared_calls(
 def _require_shapes(
     deployment: Deployment, expected: Sequence[Tensor], actual: Sequence[Tensor]
 ) -> None:
-    for name, ours, theirs in zip(deployment.output_names, expected, actual, strict=True):
+    for index, (ours, theirs) in enumerate(zip(expected, actual, strict=True)):
         if theirs.shape != ours.shape and not ours.is_complex():
+            names = dict(enumerate(deployment.output_names))
             raise VerificationError(
-                f"output {name} has the shape {list(theirs.shape)}, and {list(ours.shape)} in "
-                "test mode"
+                f"output {names.get(index, index)} has the shape {list(theirs.shape)}, and "
+                f"{list(ours.shape)} in test mode"
             )
 
 

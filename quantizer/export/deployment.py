@@ -1,7 +1,10 @@
-"""What every exporter is given: a calibrated network, and data to verify files with."""
+"""What every exporter is given: a calibrated network, data to verify files with, and what files
+state about how they were made.
+"""
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -12,12 +15,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+import quantizer
 from quantizer.calibration.events import RunStage
 from quantizer.calibration.fingerprint import input_shapes
 from quantizer.calibration.solution import Solution, encode_parameters, quantized_network
+from quantizer.config.json_types import JsonMapping
 from quantizer.evaluation.compare import FollowedBatches
 from quantizer.export.layer_choice import LayerChoice
-from quantizer.export.origin import Origin
 from quantizer.export.targets import CHOICES
 from quantizer.export.value_names import in_traced_order, names_of_files
 from quantizer.graph.channels.output_parts import Output, output_parts, parts_named_as
@@ -29,6 +33,58 @@ from quantizer.results.calibrated import Calibrated
 from quantizer.results.calibrated_inputs import call_with_shapes
 from quantizer.sources.arguments import arguments_of
 from quantizer.sources.batches import Batch
+
+ORIGIN_FILE = "quantizer.json"
+"""The name of the origin in files that hold further files."""
+
+
+@dataclass(frozen=True)
+class Origin:
+    """What a file was made from. It has no names of files, and equal runs have equal ones.
+
+    Attributes:
+        config: as config.resolved.json has it.
+        metrics: of the test.
+        sizes: of images and sounds that the network takes, by the name of their dimension, and
+            its number of samples if that is fixed.
+    """
+
+    config: JsonMapping = field(default_factory=dict)
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    sizes: Mapping[str, str] = field(default_factory=dict)
+
+    def texts(self) -> dict[str, str]:
+        """Return the texts to store by name; config and metrics are JSON on one line.
+
+        >>> Origin({"exclude": []}, {"top1": 0.99803921}).texts()["metrics"]
+        '{"top1":0.998039}'
+        """
+        texts = {"producer": "quantizer", "version": quantizer.__version__}
+        if self.config:
+            texts["config"] = _compact(self.config)
+        metrics: dict[str, float] = {}
+        for name, value in self.metrics.items():
+            if math.isfinite(value):
+                # More digits may depend on the number of threads
+                metrics[name] = float(f"{value:.6g}")
+        if metrics:
+            texts["metrics"] = _compact(metrics)
+        if self.sizes:
+            texts["sizes"] = _compact(self.sizes)
+        return texts
+
+    def text(self) -> str:
+        """Return the same as one JSON object."""
+        content: dict[str, object] = {}
+        for name, text in self.texts().items():
+            is_json = name in ("config", "metrics", "sizes")
+            content[name] = json.loads(text) if is_json else text
+        return _compact(content)
+
+
+def _compact(content: Mapping[str, object]) -> str:
+    return json.dumps(content, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
+
 
 _SMALLER = 2
 """A file with open sizes is also run on inputs that are so many times smaller."""

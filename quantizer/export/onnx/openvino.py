@@ -27,8 +27,7 @@ from quantizer.export.agreement import EngineCheck
 from quantizer.export.deployment import Deployment
 from quantizer.export.engine_checks import engine_check, require_success, started
 from quantizer.export.float32 import HALF
-from quantizer.export.onnx.layers import LayerCheck
-from quantizer.export.onnx.verify import OnnxFile, named_inputs
+from quantizer.export.onnx.verify import LayerCheck, OnnxFile, named_inputs
 
 EngineSettings = Mapping[str, str | int]
 """How OpenVINO compiles a model."""

@@ -16,9 +16,8 @@ from quantizer.errors import VerificationError, first_line
 from quantizer.export.acceptance import verified_calls
 from quantizer.export.agreement import Verification
 from quantizer.export.arithmetic.biases import MAX_SUM_BIAS, overflowing
-from quantizer.export.deployment import Deployment, tensor_leaves
+from quantizer.export.deployment import ORIGIN_FILE, Deployment, tensor_leaves
 from quantizer.export.exporter import Exporter
-from quantizer.export.origin import ORIGIN_FILE
 from quantizer.export.programs.coded import ProgramForm, coded_program
 from quantizer.export.programs.program import float_program, load_program, program_bytes
 from quantizer.storage.files import write_bytes
