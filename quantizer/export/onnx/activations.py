@@ -65,20 +65,16 @@ def activation_reasons(
     """Yield why ONNX cannot quantize an activation as test mode does."""
     if dtype == torch.float64:
         yield f"is {dtype}", "compute it in float32, or leave it float"
+    elif spec.is_scaled and spec.is_dynamic and spec.qscheme == "per_group":
+        why = "has dynamic ranges of groups"
+        yield why, f"set its qscheme to per_token, or {_LIMITS.otherwise}"
+    elif spec.is_scaled and spec.is_dynamic and spec.scale_type != "float":
+        why = "has a dynamic range with powers of two"
+        yield why, f"set scale_type to float there, or {_LIMITS.otherwise}"
     elif spec.is_scaled:
         reasons = list(limit_reasons(_LIMITS, spec))
         yield from reasons
-        if spec.is_dynamic and spec.qscheme == "per_group":
-            yield (
-                "has dynamic ranges of groups",
-                f"set its qscheme to per_token, or {_LIMITS.otherwise}",
-            )
-        elif spec.is_dynamic and spec.scale_type != "float":
-            yield (
-                "has a dynamic range with powers of two",
-                f"set scale_type to float there, or {_LIMITS.otherwise}",
-            )
-        elif not reasons and not _has_type(spec, opset, conventions):
+        if not reasons and not _has_type(spec, opset, conventions):
             why = f"{kind_of(spec)}, which operator set {opset} lacks"
             yield why, "set onnx_opset_version to 21 or -1"
 
