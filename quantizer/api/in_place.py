@@ -19,8 +19,8 @@ from quantizer.config.model import ResolvedConfig
 from quantizer.config.wording import a_kind
 from quantizer.errors import DataError, UsageError
 from quantizer.export.agreement import Verification
+from quantizer.export.destinations import in_words_of_checkpoint
 from quantizer.export.exporting import export_modules
-from quantizer.export.run_words import in_words_of_checkpoint
 from quantizer.nn.inplace import all_or_nothing
 from quantizer.nn.layer import check_float
 from quantizer.plan.model import Plan

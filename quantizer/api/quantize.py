@@ -36,6 +36,7 @@ from quantizer.export.destinations import (
     DESTINATIONS,
     choices_for,
     default_destination,
+    in_words_of_run,
     preset_for,
 )
 from quantizer.export.exporting import (
@@ -45,7 +46,6 @@ from quantizer.export.exporting import (
     require_model,
     require_operators,
 )
-from quantizer.export.run_words import in_words_of_run
 from quantizer.export.sized_widths import SizedRun, config_within, require_sized
 from quantizer.export.summary import export_summary
 from quantizer.export.targets import EXPORTERS, FOLDER, checked_choices, checked_target

@@ -22,9 +22,14 @@ from quantizer.config.wording import counted
 from quantizer.errors import DataError, UsageError
 from quantizer.evaluation.scores import score
 from quantizer.export.agreement import Verification
-from quantizer.export.choosing import chosen_layers
 from quantizer.export.deployment import Deployment
-from quantizer.export.exporting import export, exporter_of, require_expressible, require_extras
+from quantizer.export.exporting import (
+    chosen_layers,
+    export,
+    exporter_of,
+    require_expressible,
+    require_extras,
+)
 from quantizer.export.layer_choice import LayerChoice
 from quantizer.export.publishing import require_place
 from quantizer.export.targets import (

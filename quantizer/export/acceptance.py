@@ -1,18 +1,20 @@
 """Decides whether a file computes what test mode does, and refuses one that does not."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from quantizer.comparison.output_comparison import Recorder
 from quantizer.errors import VerificationError
 from quantizer.export.agreement import Agreement, Verification
 from quantizer.export.deployment import Deployment, tensor_leaves
 from quantizer.export.float32 import to_float32
 from quantizer.export.part_agreement import WITHIN, PartAgreement
+from quantizer.graph.ir import Call
 from quantizer.nn.network import Network
 
 # Of two roundings of one network, neither worse than the other, the difference has twice the
@@ -27,6 +29,48 @@ Outputs = Callable[[tuple[Any, ...], Mapping[str, Any]], list[Tensor]]
 
 
 @torch.no_grad()
+def compared_calls(
+    deployment: Deployment,
+    runs: Callable[[tuple[Any, ...], Mapping[str, Any]], Sequence[list[Tensor]]],
+    calls: Iterable[Call] | None = None,
+    network: Network | None = None,
+) -> list[Verification]:
+    """Compare what each of several sessions gives with test mode's outputs.
+
+    Args:
+        runs: returns what each session gives for a call.
+        calls: all calls of the deployment by default.
+        network: another one than test mode's.
+
+    Raises:
+        VerificationError: an output has another shape.
+    """
+    agreements: list[Agreement] = []
+    network = network or deployment.reference
+    for args, kwargs in deployment.calls() if calls is None else calls:
+        recorder = Recorder(deployment.outputs)
+        expected = to_float32(tensor_leaves(network.observe(args, kwargs, recorder.watchers)))
+        for index, actual in enumerate(runs(args, kwargs)):
+            _require_shapes(deployment, expected, actual)
+            if index == len(agreements):
+                steps = deployment.part_steps
+                agreements.append(Agreement("outputs", deployment.outputs, steps))
+            agreements[index].add(expected, actual, recorder)
+    return [agreement.result() for agreement in agreements]
+
+
+def _require_shapes(
+    deployment: Deployment, expected: Sequence[Tensor], actual: Sequence[Tensor]
+) -> None:
+    for index, (ours, theirs) in enumerate(zip(expected, actual, strict=True)):
+        if theirs.shape != ours.shape and not ours.is_complex():
+            names = dict(enumerate(deployment.output_names))
+            raise VerificationError(
+                f"output {names.get(index, index)} has the shape {list(theirs.shape)}, and "
+                f"{list(ours.shape)} in test mode"
+            )
+
+
 def verified_calls(
     deployment: Deployment, outputs: Outputs, *, name: str, remedy: str
 ) -> Verification:
@@ -39,14 +83,9 @@ def verified_calls(
     Raises:
         VerificationError: the outputs differ.
     """
-    agreement = Agreement("outputs", deployment.outputs, deployment.part_steps)
-    network = deployment.reference
-    for args, kwargs in deployment.calls():
-        recorder = agreement.recorder()
-        expected = tensor_leaves(network.observe(args, kwargs, recorder.watchers))
-        agreement.add(expected, outputs(args, kwargs), recorder)
+    (verification,) = compared_calls(deployment, lambda *call: [outputs(*call)])
     refusal = f"{name} is not written: it"
-    return accept_file(agreement.result(), deployment, outputs, refusal=refusal, remedy=remedy)
+    return accept_file(verification, deployment, outputs, refusal=refusal, remedy=remedy)
 
 
 def accept_file(
@@ -66,8 +105,7 @@ def accept_file(
     Raises:
         VerificationError: the file does not compute what test mode does.
     """
-    if worst_of(verification, deployment) is not None:
-        verification = with_float_figures(verification, outputs, deployment)
+    verification = with_float_figures(verification, outputs, deployment)
     differing = worst_of(verification, deployment)
     if differing is None:
         return verification
@@ -137,26 +175,26 @@ def _part_text(part: PartAgreement) -> str:
     return f"{part.name}{index} has {ratio}{part.equal_share:.2%} equal values"
 
 
-@torch.no_grad()
 def with_float_figures(
-    verification: Verification, outputs: Outputs, deployment: Deployment
+    verification: Verification,
+    outputs: Outputs,
+    deployment: Deployment,
+    calls: Iterable[Call] | None = None,
 ) -> Verification:
-    """Return the figures with those against the float network, if there is one.
+    """Return the figures, with those against the float network, if there is one, where they
+    decide.
 
-    This takes a second pass over the data.
+    This takes a second pass over the calls.
     """
-    if deployment.float_graph is None:
+    if deployment.float_graph is None or worst_of(verification, deployment) is None:
         return verification
     network = Network(deployment.float_graph.in_memory())
-    agreement = Agreement("outputs", deployment.outputs)
-    for args, kwargs in deployment.calls():
-        recorder = agreement.recorder()
-        expected = to_float32(tensor_leaves(network.observe(args, kwargs, recorder.watchers)))
-        agreement.add(expected, outputs(args, kwargs), recorder)
-    floats = {part.name: part.sqnr_db for part in agreement.parts.values() if part.count}
-    if not floats:
+    compared = compared_calls(deployment, lambda *call: [outputs(*call)], calls, network)
+    if not compared or not compared[0].parts:
         return verification
+    (figures,) = compared
+    floats = {part.name: part.sqnr_db for part in figures.parts}
     parts: list[PartAgreement] = []
     for part in verification.parts:
         parts.append(replace(part, float_sqnr_db=floats.get(part.name)))
-    return replace(verification, parts=tuple(parts), float_sqnr_db=agreement.result().sqnr_db)
+    return replace(verification, parts=tuple(parts), float_sqnr_db=figures.sqnr_db)

@@ -1,7 +1,10 @@
-"""What every exporter is given: a calibrated network, and data to verify files with."""
+"""What every exporter is given: a calibrated network, data to verify files with, and what files
+state about how they were made.
+"""
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -12,29 +15,75 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+import quantizer
 from quantizer.calibration.events import RunStage
 from quantizer.calibration.fingerprint import input_shapes
 from quantizer.calibration.solution import Solution, encode_parameters, quantized_network
+from quantizer.config.json_types import JsonMapping
 from quantizer.evaluation.compare import FollowedBatches
 from quantizer.export.layer_choice import LayerChoice
-from quantizer.export.origin import Origin
 from quantizer.export.targets import CHOICES
-from quantizer.export.value_names import (
-    chosen_names,
-    in_traced_order,
-    input_names,
-    output_names,
-    require_apart,
-)
+from quantizer.export.value_names import in_traced_order, names_of_files
 from quantizer.graph.channels.output_parts import Output, output_parts, parts_named_as
 from quantizer.graph.ir import Call, Graph
-from quantizer.graph.output_names import unused_names
 from quantizer.graph.tracing.batch_axes import fixed_batch
 from quantizer.graph.tracing.lengths import Length
 from quantizer.nn.network import Network
 from quantizer.results.calibrated import Calibrated
 from quantizer.sources.arguments import arguments_of, call_with_shapes
 from quantizer.sources.batches import Batch
+
+ORIGIN_FILE = "quantizer.json"
+"""The name of the origin in files that hold further files."""
+
+
+@dataclass(frozen=True)
+class Origin:
+    """What a file was made from. It has no names of files, and equal runs have equal ones.
+
+    Attributes:
+        config: as config.resolved.json has it.
+        metrics: of the test.
+        sizes: of images and sounds that the network takes, by the name of their dimension, and
+            its number of samples if that is fixed.
+    """
+
+    config: JsonMapping = field(default_factory=dict)
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    sizes: Mapping[str, str] = field(default_factory=dict)
+
+    def texts(self) -> dict[str, str]:
+        """Return the texts to store by name; config and metrics are JSON on one line.
+
+        >>> Origin({"exclude": []}, {"top1": 0.99803921}).texts()["metrics"]
+        '{"top1":0.998039}'
+        """
+        texts = {"producer": "quantizer", "version": quantizer.__version__}
+        if self.config:
+            texts["config"] = _compact(self.config)
+        metrics: dict[str, float] = {}
+        for name, value in self.metrics.items():
+            if math.isfinite(value):
+                # More digits may depend on the number of threads
+                metrics[name] = float(f"{value:.6g}")
+        if metrics:
+            texts["metrics"] = _compact(metrics)
+        if self.sizes:
+            texts["sizes"] = _compact(self.sizes)
+        return texts
+
+    def text(self) -> str:
+        """Return the same as one JSON object."""
+        content: dict[str, object] = {}
+        for name, text in self.texts().items():
+            is_json = name in ("config", "metrics", "sizes")
+            content[name] = json.loads(text) if is_json else text
+        return _compact(content)
+
+
+def _compact(content: Mapping[str, object]) -> str:
+    return json.dumps(content, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
+
 
 _SMALLER = 2
 """A file with open sizes is also run on inputs that are so many times smaller."""
@@ -148,32 +197,32 @@ class Deployment:
         return encode_parameters(self.graph, self.solution)
 
     @cached_property
+    def _names(self) -> tuple[list[str], list[str]]:
+        names = [output.name for output in self.outputs]
+        return names_of_files(self.choices, self.model, self.graph, names)
+
+    @property
     def input_names(self) -> list[str]:
         """Return the names of the call's tensors in files, in the order of the graph.
 
         Raises:
-            UsageError: `--input_names` does not fit the model.
+            UsageError: an option for names does not fit the model.
         """
-        names = input_names(self.model, self.graph)
-        return chosen_names("input_names", self.choices.get("input_names", ""), names)
+        return self._names[0]
+
+    @property
+    def output_names(self) -> list[str]:
+        """Return the names of the network's tensors in files.
+
+        Raises:
+            UsageError: an option for names does not fit the model.
+        """
+        return self._names[1]
 
     @property
     def parameter_names(self) -> tuple[str, ...]:
         """Return what the user's model calls its positional arguments, as far as it says so."""
         return arguments_of(self.model).names
-
-    @cached_property
-    def output_names(self) -> list[str]:
-        """Return the names of the network's tensors in files.
-
-        Raises:
-            UsageError: `--output_names` does not fit the model, or a name is that of an input.
-        """
-        names = output_names([output.name for output in self.outputs])
-        chosen = chosen_names("output_names", self.choices.get("output_names", ""), names)
-        if self.choices.get("output_names", "") or self.choices.get("input_names", ""):
-            require_apart(self.input_names, chosen)
-        return unused_names(chosen, self.input_names)
 
     def calls(self) -> Iterator[tuple[tuple[Any, ...], Mapping[str, Any]]]:
         """Yield positional and keyword arguments of each call to verify with.
@@ -238,11 +287,6 @@ class Deployment:
         """Return what quantization costs an output or part in test mode, in dB."""
         return self.figures.get(f"sqnr_db[{name}]", self.sqnr_db)
 
-    @cached_property
-    def blank(self) -> Call:
-        """Return the call with zeros for values, and two samples where the batch may vary."""
-        return self.blank_call()
-
     def blank_call(self, most_samples: int | None = None) -> Call:
         """Return the call with zeros for values, and two samples where the batch may vary.
 
@@ -284,11 +328,7 @@ def _of_other_size(tensor: Tensor, axis: int, length: Length) -> Tensor:
 
 def _asked_lengths(graph: Graph) -> list[Length]:
     """Return the sizes that `--dynamic` leaves open."""
-    asked: list[Length] = []
-    for length in graph.lengths:
-        if length.is_asked_for:
-            asked.append(length)
-    return asked
+    return [length for length in graph.lengths if length.is_asked_for]
 
 
 def _open_sizes(graph: Graph) -> dict[str, str]:
@@ -301,8 +341,7 @@ def _open_sizes(graph: Graph) -> dict[str, str]:
     if samples is not None:
         sizes["batch"] = str(samples)
     for length in _asked_lengths(graph):
-        accepted = str(length)
-        sizes[length.name] = accepted
+        sizes[length.name] = str(length)
     return sizes
 
 

@@ -30,8 +30,10 @@ if TYPE_CHECKING:
     from quantizer.declarations import CheckedTarget
     from quantizer.export.agreement import Verification
     from quantizer.export.deployment import Deployment
+    from quantizer.export.layer_choice import LayerChoice
     from quantizer.graph.ir import Graph
     from quantizer.plan.model import Plan, TensorSpecs
+    from quantizer.results.calibrated import Calibrated
     from quantizer.sources.batches import Batch
 
 _logger = logging.getLogger(__name__)
@@ -237,6 +239,46 @@ def as_run(
     for target in targets:
         solution = exporter_of(target, choices).as_run(graph, solution)
     return solution
+
+
+def chosen_layers(
+    calibrated: Calibrated,
+    model: nn.Module,
+    batches: Iterable[Batch],
+    *,
+    targets: Iterable[str],
+    choices: Mapping[str, str],
+    folder: Path,
+) -> LayerChoice | None:
+    """Return which layers stay in float because integers are slower there.
+
+    Args:
+        calibrated: with all its quantizations.
+        model: the float model.
+        batches: of the evaluation data. The first one is measured.
+        targets: those that are written.
+        choices: values of their options, by name, one of which chooses layers.
+        folder: of the files.
+
+    Returns:
+        None if no target chooses.
+
+    Raises:
+        ResultError: a deploy.json does not fit the network.
+        UsageError: the machine is too busy to measure.
+    """
+    # It needs torch
+    from quantizer.export.deployment import Deployment
+
+    deployment = Deployment.of(calibrated, model, batches, {}, choices=choices, metrics={})
+    for target in targets:
+        exporter = exporter_of(target, choices)
+        path = folder / f"{deployment.graph.model}{EXPORTERS[target].suffix}"
+        with refused_by_libraries(target, deployment.graph):
+            choice = exporter.layer_choice(deployment, path)
+        if choice is not None:
+            return choice
+    return None
 
 
 def export(

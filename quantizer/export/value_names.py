@@ -1,7 +1,7 @@
 """The names of the inputs and outputs of exported files: those of the user's model."""
 
 import inspect
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import nn
@@ -93,7 +93,7 @@ def output_names(names: Sequence[str]) -> list[str]:
     return unused_names(in_file, ())
 
 
-def chosen_names(option: str, value: str, names: Sequence[str]) -> list[str]:
+def _chosen_names(option: str, value: str, names: Sequence[str]) -> list[str]:
     """Return the names of an option, separated by commas; the given ones if it is empty.
 
     Raises:
@@ -125,22 +125,32 @@ def require_fitting_names(
     Raises:
         UsageError: they do not fit it.
     """
-    inputs = chosen_names(
-        "input_names", choices.get("input_names", ""), input_names(model, graph)
-    )
-    names_in_model = [name for name, _ in output_leaves(graph)]
-    outputs = chosen_names(
-        "output_names", choices.get("output_names", ""), output_names(names_in_model)
-    )
-    if choices.get("output_names") or choices.get("input_names"):
-        require_apart(inputs, outputs)
+    names_of_files(choices, model, graph, [name for name, _ in output_leaves(graph)])
 
 
-def require_apart(inputs: Collection[str], outputs: Collection[str]) -> None:
-    """Raise `UsageError` if an input and an output are to have one name."""
-    for name in outputs:
-        if name in inputs:
+def names_of_files(
+    choices: Mapping[str, str], model: nn.Module | None, graph: Graph, outputs: Sequence[str]
+) -> tuple[list[str], list[str]]:
+    """Return the names of a network's input and output tensors in files.
+
+    Args:
+        choices: values of options, by name.
+        model: the float model.
+        graph: the network.
+        outputs: the names that it has for its outputs.
+
+    Raises:
+        UsageError: `--input_names` or `--output_names` does not fit the model, or an input and
+            an output are to have one name.
+    """
+    of_inputs = choices.get("input_names", "")
+    of_outputs = choices.get("output_names", "")
+    inputs = _chosen_names("input_names", of_inputs, input_names(model, graph))
+    chosen = _chosen_names("output_names", of_outputs, output_names(outputs))
+    for name in chosen:
+        if name in inputs and (of_inputs or of_outputs):
             raise UsageError(
                 f"an input and an output are both called {name!r}",
                 help="give other names with <--input_names> or <--output_names>",
             )
+    return inputs, unused_names(chosen, inputs)

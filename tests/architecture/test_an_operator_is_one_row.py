@@ -54,9 +54,9 @@ NAMED = {
     "export/mobile/executorch.py": "where torch has the weight in these operators",
     "export/mobile/kernels.py": "what the kernels of phones compute together, and what they may lack",
     "export/mobile/litert_rewrites.py": "what LiteRT's converter rounds, and has one scale for",
-    "export/onnx/tuned/trials.py": "moves the steps of codes to where the kernels want them",
+    "export/onnx/tuned/tuner.py": "moves the steps of codes to where the kernels want them",
     "export/library_failures.py": "which operators libraries write as another one",
-    "export/onnx/unknown_operators.py": "which of these operators torch.onnx knows in part",
+    "export/onnx/refusals.py": "which of these operators torch.onnx knows in part",
     "export/onnx/complex_numbers.py": "what torch.onnx can do with complex numbers, and what is written out for it",
 }
 """Files that may name operators, and why: each implements or rewrites those it names."""

@@ -15,7 +15,7 @@ from quantizer.api.python_words import ARGUMENTS, in_python
 from quantizer.api.result import Result
 from quantizer.config.diagnostics import ConfigError, Diagnostic
 from quantizer.errors import UsageError
-from quantizer.export.run_words import in_words_of_checkpoint, in_words_of_run
+from quantizer.export.destinations import in_words_of_checkpoint, in_words_of_run
 from quantizer.export.targets import CHOICES
 from quantizer.option_words import Sentence
 

@@ -25,7 +25,7 @@ from quantizer.errors import UsageError, VerificationError
 from quantizer.export.agreement import Verification
 from quantizer.export.deployment import Deployment
 from quantizer.export.encodings import exporter as encodings_exporter
-from quantizer.export.encodings.evaluation import evaluated_model
+from quantizer.export.encodings.verify import evaluated_model
 from quantizer.export.exporting import export, exporter_of
 from quantizer.graph.ir import Graph
 from quantizer.graph.tracing.trace import trace
@@ -344,11 +344,7 @@ def test_aimet_is_asked_if_it_is_installed(
         ("activation", replace(ACTIVATION, bit_width=6), "has 6 bits"),
         ("activation", replace(ACTIVATION, narrow_range=True), "has a narrow range"),
         ("activation", replace(ACTIVATION, round_mode="floor"), "is rounded by floor"),
-        (
-            "activation",
-            replace(ACTIVATION, qscheme="per_channel", ch_axis=1),
-            "has scales per channel",
-        ),
+        ("activation", replace(ACTIVATION, qscheme="per_channel", ch_axis=1), "is per_channel"),
         ("weights", QuantizationSpec(dtype="fp4", qscheme="per_group"), "is fp4"),
         ("weights", replace(WEIGHTS, bit_width=24), "has 24 bits"),
         ("weights", replace(GROUPS, group_size=5), "has groups of 5"),

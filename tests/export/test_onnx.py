@@ -222,7 +222,7 @@ def refusal(given: Deployment, tmp_path: Path) -> QuantizerError:
         (
             QuantizationSpec(bit_width=20),
             -1,
-            "has 20 bits, and QuantizeLinear has 16 at most",
+            "has 20 bits; ONNX takes 16 or fewer",
             "bit_width",
         ),
         (
@@ -234,19 +234,20 @@ def refusal(given: Deployment, tmp_path: Path) -> QuantizerError:
         (
             QuantizationSpec(qscheme="per_channel", ch_axis=1),
             -1,
-            "is quantized per channel",
+            "is per_channel; ONNX takes per_tensor",
             "per_channel",
         ),
         (
             QuantizationSpec(dtype="fp6_e2m3"),
             -1,
-            "is fp6_e2m3, which has no exact form",
-            "another format",
+            "is fp6_e2m3; ONNX takes integers, fp8_e4m3 or fp8_e5m2",
+            "dtype",
         ),
         (
             QuantizationSpec(round_mode="half_odd"),
             -1,
-            "is rounded by half_odd, for which there are no ONNX operators here",
+            "is rounded by half_odd; ONNX takes floor, half_down, half_even, half_up or "
+            "std_round",
             "half_even",
         ),
     ],
@@ -267,7 +268,7 @@ def test_all_that_onnx_cannot_say_is_one_sentence(tmp_path: Path) -> None:
     )
     message = refusal(given, tmp_path).message
     assert message.startswith("--deploy onnx: activation of Shifts::Shifts/mul, activation of ")
-    assert message.endswith(" and 2 more: each has 20 bits, and QuantizeLinear has 16 at most")
+    assert message.endswith(" and 2 more: each has 20 bits; ONNX takes 16 or fewer")
 
 
 @pytest.mark.parametrize("opset", [0, 17, 24, 10**9])

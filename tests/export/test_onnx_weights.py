@@ -22,7 +22,7 @@ onnx = pytest.importorskip("onnx", reason="files are read with it (extra: onnx)"
 pytest.importorskip("onnxruntime", reason="files are verified with it (extra: onnx)")
 pytest.importorskip("onnxscript", reason="torch.onnx needs it (extra: onnx)")
 
-from quantizer.export.onnx.int8_weights import largest_pair_sum
+from quantizer.export.onnx.restated import largest_pair_sum
 
 INT8, UINT8 = onnx.TensorProto.INT8, onnx.TensorProto.UINT8
 

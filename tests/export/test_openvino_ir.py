@@ -17,7 +17,6 @@ from quantizer.errors import VerificationError
 from quantizer.export.exporting import export
 from quantizer.export.onnx.build import BuiltOnnx
 from quantizer.export.openvino_ir import exporter as ir_exporter
-from quantizer.export.openvino_ir import verify as ir_verify
 from quantizer.export.speed import Speed
 
 ov = pytest.importorskip("openvino", reason="the engine (extra: openvino)")
@@ -26,7 +25,7 @@ pytest.importorskip("onnxscript", reason="torch.onnx needs it (extra: onnx)")
 
 @pytest.fixture(autouse=True)
 def not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ir_verify, "_speed", lambda session: None)
+    monkeypatch.setattr(ir_exporter, "_speed", lambda session: None)
 
 
 def test_openvino_reads_both_files(tmp_path: Path) -> None:
@@ -150,7 +149,7 @@ def test_the_report_has_kernels_and_speed(
     """Of the digits, which are seven bits without VNNI."""
     pytest.importorskip("sklearn", reason="the digits are scikit-learn's (extra: examples)")
     speed = Speed(1.8, 1.75, 1.86, 7)
-    monkeypatch.setattr(ir_verify, "_speed", lambda session: speed)
+    monkeypatch.setattr(ir_exporter, "_speed", lambda session: speed)
     config = json.loads((ROOT / "configs" / "cpu_int8.json").read_text())
     config["tensor_quantize_config"]["weights"]["bit_width"] = WIDEST_IN_INT8
     (tmp_path / "config.json").write_text(json.dumps(config))

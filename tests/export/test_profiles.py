@@ -172,8 +172,8 @@ REASONS: dict[str, tuple[str, tuple[str, str], dict[str, Any], str]] = {
         {"scale_type": "poweroftwo", "symmetric": False},
         "has power-of-two scales and a zero point",
     ),
-    "wide weights": ("npu", WEIGHTS, {"bit_width": 16}, "has 16 bits; an NPU takes int8"),
-    "float weights": ("tensorrt", WEIGHTS, {"dtype": "fp4"}, "is fp4; TensorRT takes int8"),
+    "wide weights": ("npu", WEIGHTS, {"bit_width": 16}, "has 16 bits; an NPU takes 8 or fewer"),
+    "float weights": ("tensorrt", WEIGHTS, {"dtype": "fp4"}, "is fp4; TensorRT takes integers"),
     "unsigned weights": ("npu", WEIGHTS, {"signed": False}, "not int8 with the zero point 0"),
     "groups": (
         "tensorrt",

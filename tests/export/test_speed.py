@@ -18,8 +18,7 @@ from quantizer.export.agreement import Verification
 from quantizer.export.kernels import Kernels
 from quantizer.export.onnx.speed import speeds_in_turns, timed_session
 from quantizer.export.onnx.verify import DEFAULT, OnnxFile, open_session
-from quantizer.export.processor_waits import waited_seconds
-from quantizer.export.speed import BUSY, Speed
+from quantizer.export.speed import BUSY, Speed, waited_seconds
 
 SECOND = [1.0] * 9
 

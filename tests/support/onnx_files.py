@@ -24,9 +24,9 @@ def quick_files(monkeypatch: pytest.MonkeyPatch) -> None:
 
     from quantizer.export.onnx import openvino as onnx_openvino
     from quantizer.export.onnx import verify
-    from quantizer.export.openvino_ir import verify as openvino_verify
+    from quantizer.export.openvino_ir import exporter as openvino_exporter
 
-    for module in (verify, openvino_verify):
+    for module in (verify, openvino_exporter):
         monkeypatch.setattr(module, "_speed", lambda *measured: None)
     monkeypatch.setattr(ONNXRegistry, "from_torchlib", staticmethod(_table()))
     monkeypatch.setattr(onnx_openvino, "installed_openvino", lambda: None)

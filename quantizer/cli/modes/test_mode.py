@@ -198,7 +198,7 @@ class _TestRun:
         if not self.ranks.is_alone:
             raise UsageError(f"{choosing} works in one process", help="run it without torchrun")
         # Few runs choose layers
-        from quantizer.export.choosing import chosen_layers
+        from quantizer.export.exporting import chosen_layers
 
         return chosen_layers(
             calibrated,

@@ -53,10 +53,10 @@ from quantizer.export.destinations import (
     about_destinations,
     choices_for,
     default_destination,
+    in_words_of_run,
     preset_for,
 )
 from quantizer.export.exporting import require_extras, require_model
-from quantizer.export.run_words import in_words_of_run
 from quantizer.export.sized_widths import SIZED, SizedRun, config_within, require_sized
 from quantizer.export.targets import EXPORTERS, require_choices
 from quantizer.export.value_names import require_fitting_names

@@ -1,6 +1,6 @@
 """Turns a translated network with marks into a float network and encodings by tensor names."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -14,6 +14,7 @@ from quantizer.export.onnx.builder import (
     NodeBuilder,
     add_initializer,
     array_of,
+    make_names_unique,
     redirect,
     remove_node,
 )
@@ -91,11 +92,11 @@ def lower_to_encodings(model: ir.Model, lowering: Lowering) -> EncodedNetwork:
     for value, encoding in list(activations.items()):
         if _is_repeated_value(value, encoding, activations):
             del activations[value]
-    _quantize_parts(model.graph, activations)
-    _quantize_before_cuts(model.graph, activations)
+    _quantize_before(model.graph, activations, ("Concat",))
+    _quantize_before(model.graph, activations, _CUTTING)
     constants = _clip_bounds(model.graph, activations)
     _rename_initializers(model.graph, lowering)
-    _separate_names(model.graph)
+    make_names_unique(model.graph)
     named: list[TensorEncoding] = []
     for value, encoding in (activations | constants | parameters).items():
         assert value.name is not None
@@ -121,8 +122,7 @@ def _parameter_encodings(
             encodings[weight] = encoding
             continue
         moved, axes = _transposed(reader, weight)
-        for other, position in list(reader.outputs[0].uses()):
-            other.replace_input_with(position, moved)
+        reader.outputs[0].replace_all_uses_with(moved)
         remove_node(reader)
         encodings[moved] = _moved(encoding, axes)
     remove_node(mark)
@@ -222,8 +222,8 @@ def _place_activation(
     if (is_free or is_repeated) and not needs_copy:
         if result.is_graph_output():
             redirect(result, source)
-        for reader, index in list(result.uses()):
-            reader.replace_input_with(index, source)
+        else:
+            result.replace_all_uses_with(source)
     else:
         name = f"{layer}.{role}.copy"
         source = NodeBuilder(name, mark).add("Identity", source, node_name=name)
@@ -235,35 +235,25 @@ def _place_activation(
         source.name = path if role == "activation" else f"{path}.{role}"
 
 
-def _quantize_parts(graph: ir.Graph, activations: dict[ir.Value, TensorEncoding]) -> None:
-    """Give values that only a concatenation reads the encoding of what it makes.
+def _quantize_before(
+    graph: ir.Graph, activations: dict[ir.Value, TensorEncoding], operators: Sequence[str]
+) -> None:
+    """Give values that only one of these operators reads the encoding of what it makes, where
+    readers quantize both.
 
-    Codes are the same before and after it, and readers quantize both.
+    Codes are the same before and after a concatenation. Rounding is monotone, and zero has a
+    code, so they are the same behind Relu and Clip, too.
     """
     for node in graph:
-        encoding = activations.get(node.outputs[0]) if node.op_type == "Concat" else None
-        for source in node.inputs:
+        encoding = activations.get(node.outputs[0]) if node.op_type in operators else None
+        sources = node.inputs[:1] if node.op_type in _CUTTING else node.inputs
+        for source in sources:
             if encoding is None or source is None or source in activations:
                 continue
             is_read_by_others = len(source.consumers()) > 1 or source.is_graph_output()
-            if source.producer() is not None and not is_read_by_others:
-                activations[source] = encoding
-
-
-def _quantize_before_cuts(graph: ir.Graph, activations: dict[ir.Value, TensorEncoding]) -> None:
-    """Give values before Relu and Clip the encoding of the value behind it, where readers
-    quantize both.
-
-    Rounding is monotone, and zero has a code. So the codes behind the operator stay the same.
-    """
-    for node in graph:
-        encoding = activations.get(node.outputs[0])
-        source = node.inputs[0] if node.op_type in _CUTTING else None
-        if encoding is None or source is None or source in activations:
-            continue
-        is_read_by_others = len(source.consumers()) > 1 or source.is_graph_output()
-        producer = source.producer()
-        if producer is not None and not is_read_by_others and not _is_fused(producer, node):
+            producer = source.producer()
+            if producer is None or is_read_by_others or _is_fused(producer, node):
+                continue
             activations[source] = encoding
 
 
@@ -359,20 +349,3 @@ def _rename_initializers(graph: ir.Graph, lowering: Lowering) -> None:
             value = graph.initializers.pop(name)
             value.name = new_name
             graph.register_initializer(value)
-
-
-def _separate_names(graph: ir.Graph) -> None:
-    """Number values that have the name of another one."""
-    taken = set(graph.initializers)
-    for value in (*graph.inputs, *graph.outputs):
-        taken.add(value.name or "")
-    for node in graph:
-        for value in node.outputs:
-            if value.is_graph_output() or not value.name:
-                continue
-            name = value.name
-            count = 1
-            while value.name in taken:
-                count += 1
-                value.name = f"{name}.{count}"
-            taken.add(value.name)

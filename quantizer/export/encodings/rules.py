@@ -9,13 +9,23 @@ from quantizer.config.roles import base_role, is_parameter
 from quantizer.errors import UsageError
 from quantizer.export.encodings.document import ENCODINGS_VERSIONS, WITH_AXES, TensorEncoding
 from quantizer.export.exporter import Reason, Refusal
+from quantizer.export.limits import Limits, limit_reasons
 from quantizer.graph.ir import Graph, Node
 from quantizer.numerics.rounding import NEAREST
 from quantizer.plan.model import TensorSpecs
 
 ENCODED_BITS = (4, 8, 16)
 """The widths of codes that encodings have."""
-_TARGET_HELP = "or use <--deploy onnx or pt2>"
+_OTHER_TARGET = "use <--deploy onnx or pt2>"
+_ACTIVATIONS = Limits(
+    "an encoding",
+    _OTHER_TARGET,
+    bits=ENCODED_BITS,
+    schemes=("per_tensor",),
+    roundings=NEAREST,
+    takes_narrow=False,
+)
+_WEIGHTS = Limits("an encoding", _OTHER_TARGET, bits=range(1, ENCODED_BITS[-1] + 1))
 # The dimensions of a linear layer's weight, the only one that may have groups.
 _LINEAR_DIMENSIONS = 2
 
@@ -23,14 +33,13 @@ _LINEAR_DIMENSIONS = 2
 def encoding_refusals(graph: Graph, specs: TensorSpecs) -> Iterator[Refusal]:
     """Yield what encodings cannot hold. Biases stay floats and always fit."""
     for (layer, role), spec in specs.items():
-        node = graph.by_name[layer]
-        reason: Reason | None = None
+        reasons: Iterable[Reason] = ()
         if not is_parameter(role):
-            reason = _activation_reason(spec)
+            reasons = limit_reasons(_ACTIVATIONS, spec)
         elif base_role(role) == "weights":
-            reason = _weight_reason(spec, node, role, graph)
-        if reason is not None:
-            yield Refusal(*reason, layer, role)
+            reasons = _weight_reasons(spec, graph.by_name[layer], role, graph)
+        for why, remedy in reasons:
+            yield Refusal(why, remedy, layer, role)
 
 
 def encoded_bits(spec: QuantizationSpec) -> int:
@@ -42,89 +51,41 @@ def encoded_bits(spec: QuantizationSpec) -> int:
     return next(bits for bits in ENCODED_BITS if spec.bit_width <= bits)
 
 
-def _activation_reason(spec: QuantizationSpec) -> Reason | None:
-    """Return why encodings lack the spec of an activation, with a remedy; None if not."""
-    if spec.is_dynamic:
-        return (
-            "has a dynamic range, and encodings have fixed ones",
-            f"set is_dynamic to false there, {_TARGET_HELP}",
-        )
-    if spec.dtype != "int":
-        return (
-            f"is {spec.dtype}, and encodings have integers",
-            f'set dtype to "int" there, {_TARGET_HELP}',
-        )
-    if spec.qscheme != "per_tensor":
-        return (
-            f"has scales {_along(spec)}, and encodings have one for each activation",
-            f"set its qscheme to per_tensor, {_TARGET_HELP}",
-        )
-    if spec.bit_width not in ENCODED_BITS:
-        return (
-            f"has {spec.bit_width} bits, and encodings have 4, 8 or 16",
-            "set its bit_width to one of these",
-        )
-    if spec.has_signed_codes and spec.narrow_range:
-        return (
-            "has a narrow range, and encodings use all codes of a width",
-            "set narrow_range to false there",
-        )
-    if spec.round_mode not in NEAREST:
-        return (
-            f"is rounded by {spec.round_mode}, and readers of encodings round to the nearest",
-            "set its round_mode to half_even or half_up",
-        )
-    return None
-
-
-def _weight_reason(
+def _weight_reasons(
     spec: QuantizationSpec, node: Node, role: str, graph: Graph
-) -> Reason | None:
+) -> Iterator[Reason]:
+    """Yield why encodings lack the spec of a weight, each with a remedy."""
     if role != "weights":
-        return (
+        yield (
             "belongs to a recurrent layer, whose weights ONNX arranges in its own way",
-            f"leave the layer in float, {_TARGET_HELP}",
+            f"leave the layer in float, or {_OTHER_TARGET}",
         )
+        return
+    yield from limit_reasons(_WEIGHTS, spec)
     if spec.dtype != "int":
-        return (
-            f"is {spec.dtype}, and encodings have integers",
-            f'set dtype to "int" there, {_TARGET_HELP}',
-        )
-    if spec.bit_width > ENCODED_BITS[-1]:
-        return (
-            f"has {spec.bit_width} bits, and encodings have {ENCODED_BITS[-1]} at most",
-            "set its bit_width to 16 or less",
-        )
+        return
     if spec.qscheme == "per_group":
-        return _group_reason(spec, graph.weight(node).shape)
-    if spec.group_size is not None:
-        return (
+        yield from _group_reasons(spec, graph.weight(node).shape)
+    elif spec.group_size is not None:
+        yield (
             "has scales along two axes, as groups of a transposed convolution and experts have",
-            f"leave it in float, or set qscheme to per_tensor there, {_TARGET_HELP}",
+            "leave it in float, or set qscheme to per_tensor there, or " + _OTHER_TARGET,
         )
-    return None
 
 
-def _group_reason(spec: QuantizationSpec, shape: tuple[int, ...]) -> Reason | None:
-    """Return why the blocks of encodings are not the groups of a weight."""
-    remedy = f"set its qscheme to per_channel, {_TARGET_HELP}"
+def _group_reasons(spec: QuantizationSpec, shape: tuple[int, ...]) -> Iterator[Reason]:
+    """Yield why the blocks of encodings are not the groups of a weight."""
     if len(shape) != _LINEAR_DIMENSIONS or spec.ch_axis is None:
-        return "has groups, which encodings have for linear layers only", remedy
-    length = shape[spec.ch_axis]
-    group_size = spec.group_size
-    if group_size is None or group_size == -1:
-        return None
-    if length % group_size:
-        return (
-            f"has groups of {group_size}, which do not divide its {length} values",
+        yield (
+            "has groups, which encodings have for linear layers only",
+            f"set its qscheme to per_channel, or {_OTHER_TARGET}",
+        )
+    elif spec.group_size not in (None, -1) and shape[spec.ch_axis] % spec.group_size:
+        yield (
+            f"has groups of {spec.group_size}, which do not divide its {shape[spec.ch_axis]} "
+            "values",
             "choose a group_size that divides them",
         )
-    return None
-
-
-def _along(spec: QuantizationSpec) -> str:
-    words = {"per_channel": "per channel", "per_group": "per group", "per_token": "per token"}
-    return words[spec.qscheme]
 
 
 def require_axes(encodings: Iterable[TensorEncoding], model: ModelProto, version: str) -> None:

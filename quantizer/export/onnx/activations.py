@@ -1,7 +1,7 @@
 """Quantizes one activation with ONNX operators that give test mode's values exactly."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import onnx_ir as ir
@@ -10,8 +10,10 @@ from torch import Tensor
 
 from quantizer.config.model import QuantizationSpec
 from quantizer.export.exporter import Reason
+from quantizer.export.limits import Limits, kind_of, limit_reasons
 from quantizer.export.onnx.builder import NodeBuilder
-from quantizer.export.onnx.conventions import EXACT, Conventions
+from quantizer.export.onnx.conventions import Conventions
+from quantizer.export.onnx.marks import Lowering
 from quantizer.export.onnx.tensors import EIGHT_BITS, activation_type
 from quantizer.nn.quantized_tensor import QuantizedTensor
 from quantizer.tables import NUMBER_FORMATS
@@ -26,14 +28,6 @@ _HALF_DOWN = (("Mul", 2.0), ("Ceil", None), ("Mul", 0.5), ("Floor", None))
 
 
 Bounds = tuple[float, float]
-
-
-@dataclass(frozen=True)
-class ActivationForm:
-    """The operator set and the conventions that activations are written in."""
-
-    opset: int
-    conventions: Conventions = EXACT
 
 
 @dataclass(frozen=True)
@@ -54,57 +48,45 @@ _ROUNDINGS: Mapping[str, _Rounding] = {
     "floor": _Rounding(on_magnitude=False, steps=(("Floor", None),)),
 }
 """The modes of numerics.rounding except half_even, which is that of QuantizeLinear."""
+_LIMITS = Limits(
+    "ONNX",
+    "use <--deploy pt2>",
+    dtypes=("int", *FLOAT8_TYPES),
+    bits=range(1, 17),
+    schemes=("per_tensor",),
+    roundings=("half_even", *_ROUNDINGS),
+    takes_dynamic=True,
+)
 
 
-def activation_refusal(
+def activation_reasons(
     spec: QuantizationSpec, dtype: torch.dtype | None, opset: int, conventions: Conventions
-) -> Reason | None:
-    """Return why ONNX cannot quantize an activation as test mode does; None if it can."""
+) -> Iterator[Reason]:
+    """Yield why ONNX cannot quantize an activation as test mode does."""
     if dtype == torch.float64:
-        return f"is {dtype}", "compute it in float32, or leave it float"
-    if not spec.is_scaled:
-        return None
-    newer_opset = "set onnx_opset_version to 21 or -1"
-    if spec.is_dynamic and spec.qscheme == "per_group":
-        return (
-            "has dynamic ranges of groups",
-            "set its qscheme to per_token, or use <--deploy pt2>",
-        )
-    if spec.is_dynamic and spec.scale_type != "float":
-        return (
-            "has a dynamic range with powers of two",
-            "set scale_type to float there, or use <--deploy pt2>",
-        )
-    if spec.dtype not in FLOAT8_TYPES and spec.dtype != "int":
-        return (
-            f"is {spec.dtype}, which has no exact form",
-            "use another format there, or <--deploy pt2>",
-        )
-    if spec.dtype in FLOAT8_TYPES and opset < _FLOAT8_OPSET:
-        return f"is {spec.dtype}, which operator set {opset} lacks", newer_opset
-    if spec.ch_axis is not None and not spec.is_dynamic:
-        return (
-            "is quantized per channel",
-            "set its qscheme to per_tensor (per_channel to false)",
-        )
-    if spec.dtype != "int":
-        return None
-    if spec.bit_width > 16:
-        return (
-            f"has {spec.bit_width} bits, and QuantizeLinear has 16 at most",
-            "set its bit_width to 16 or less",
-        )
-    if spec.round_mode != "half_even" and spec.round_mode not in _ROUNDINGS:
-        return (
-            f"is rounded by {spec.round_mode}, for which there are no ONNX operators here",
-            "set round_mode to half_even there, or use <--deploy pt2>",
-        )
-    if not spec.is_dynamic and activation_type(spec, opset, conventions) is None:
-        return f"has {spec.bit_width} bits, which operator set {opset} lacks", newer_opset
-    return None
+        yield f"is {dtype}", "compute it in float32, or leave it float"
+    elif spec.is_scaled and spec.is_dynamic and spec.qscheme == "per_group":
+        why = "has dynamic ranges of groups"
+        yield why, f"set its qscheme to per_token, or {_LIMITS.otherwise}"
+    elif spec.is_scaled and spec.is_dynamic and spec.scale_type != "float":
+        why = "has a dynamic range with powers of two"
+        yield why, f"set scale_type to float there, or {_LIMITS.otherwise}"
+    elif spec.is_scaled:
+        reasons = list(limit_reasons(_LIMITS, spec))
+        yield from reasons
+        if not reasons and not _has_type(spec, opset, conventions):
+            why = f"{kind_of(spec)}, which operator set {opset} lacks"
+            yield why, "set onnx_opset_version to 21 or -1"
 
 
-def takes_bounds(tensor: QuantizedTensor, bounds: Bounds, form: ActivationForm) -> bool:
+def _has_type(spec: QuantizationSpec, opset: int, conventions: Conventions) -> bool:
+    """Return whether an operator set has a type for the codes of an activation."""
+    if spec.dtype in FLOAT8_TYPES:
+        return opset >= _FLOAT8_OPSET
+    return bool(spec.is_dynamic) or activation_type(spec, opset, conventions) is not None
+
+
+def takes_bounds(tensor: QuantizedTensor, bounds: Bounds, lowering: Lowering) -> bool:
     """Return whether a quantization can cut values off at `bounds`, so that no operator need
     do it before.
 
@@ -114,11 +96,11 @@ def takes_bounds(tensor: QuantizedTensor, bounds: Bounds, form: ActivationForm) 
     spec = tensor.spec
     if spec.dtype != "int" or spec.round_mode != "half_even":
         return False
-    stored = activation_type(spec, form.opset, form.conventions)
+    stored = activation_type(spec, lowering.opset, lowering.conventions)
     if stored is None:
         return False
     kind, offset = stored
-    if form.conventions.is_for_kernels:
+    if lowering.conventions.is_for_kernels:
         return kind.data_type in EIGHT_BITS
     ends = _code_ends(tensor, bounds) + offset
     return ends.tolist() == [kind.low, kind.high]
@@ -137,7 +119,7 @@ def quantize_activation(
     builder: NodeBuilder,
     tensor: QuantizedTensor,
     x: ir.Value,
-    form: ActivationForm,
+    lowering: Lowering,
     *,
     bounds: Bounds = UNBOUNDED,
     in_floats: bool = False,
@@ -151,8 +133,8 @@ def quantize_activation(
     half_even is applied before, so that QuantizeLinear meets no half-way point.
 
     Args:
-        tensor: how to quantize; `activation_refusal` has nothing against it.
-        form: of the file.
+        tensor: how to quantize; `activation_reasons` has nothing against it.
+        lowering: of the file.
         bounds: `takes_bounds` has nothing against them.
         in_floats: leave QuantizeLinear and DequantizeLinear out.
         apart: `x` is not negative, and no runtime may fuse its operator with the quantization.
@@ -167,36 +149,29 @@ def quantize_activation(
     codes_of_ends = _code_ends(tensor, bounds)
     ends = codes_of_ends - int(tensor.zero_point)
     if in_floats or is_rounded_apart:
-        units = _clip(builder, builder.add("Div", x, scale), ends)
+        units = builder.clip(builder.add("Div", x, scale), ends[0], ends[1])
         x = builder.add("Mul", round_units(builder, spec.round_mode, units), scale)
         if in_floats:
             return x
-    stored = activation_type(spec, form.opset, form.conventions)
-    # `activation_refusal` refuses other specs.
+    stored = activation_type(spec, lowering.opset, lowering.conventions)
+    # `activation_reasons` refuses other specs.
     assert stored is not None
     kind, offset = stored
     code_ends = codes_of_ends + offset
     is_clipped = not is_rounded_apart and code_ends.tolist() != [kind.low, kind.high]
     # Engines that want QuantizeLinear alone cut values off at the ends of the type.
-    is_clipped = is_clipped and form.conventions.is_for_kernels
+    is_clipped = is_clipped and lowering.conventions.is_for_kernels
     is_clipped_in_codes = is_clipped and kind.data_type in EIGHT_BITS
     if is_clipped and not is_clipped_in_codes:
-        x = _clip(builder, x, ends * tensor.scale)
+        low, high = ends * tensor.scale
+        x = builder.clip(x, low, high)
     if apart and not is_rounded_apart:
         x = builder.add("Max", x, builder.constant("zero", 0.0))
     zero = builder.constant("zero_point", tensor.zero_point + offset, kind.data_type)
     codes = builder.add("QuantizeLinear", x, scale, zero)
     if is_clipped_in_codes:
-        low = builder.constant("low", code_ends[0], kind.data_type)
-        high = builder.constant("high", code_ends[1], kind.data_type)
-        codes = builder.add("Clip", codes, low, high)
+        codes = builder.clip(codes, code_ends[0], code_ends[1], kind.data_type)
     return builder.add("DequantizeLinear", codes, scale, zero)
-
-
-def _clip(builder: NodeBuilder, x: ir.Value, ends: Tensor) -> ir.Value:
-    low = builder.constant("low", ends[0])
-    high = builder.constant("high", ends[1])
-    return builder.add("Clip", x, low, high)
 
 
 def _quantize_float8(builder: NodeBuilder, tensor: QuantizedTensor, x: ir.Value) -> ir.Value:
@@ -211,15 +186,14 @@ def _quantize_float8(builder: NodeBuilder, tensor: QuantizedTensor, x: ir.Value)
     x = builder.add("Max", x, builder.constant("low", -largest * tensor.scale))
     x = builder.add("Min", x, builder.constant("high", largest * tensor.scale))
     zero = builder.constant("zero_point", 0.0, data_type)
-    codes = builder.add("QuantizeLinear", x, scale, zero)
-    return builder.add("DequantizeLinear", codes, scale, zero)
+    return builder.requantized(x, scale, zero)
 
 
 def _cast(builder: NodeBuilder, dtype: str, x: ir.Value) -> ir.Value:
     if dtype == "float32":
         return builder.add("Identity", x)
     largest = NUMBER_FORMATS[dtype].largest
-    clipped = _clip(builder, x, torch.tensor([-largest, largest]))
+    clipped = builder.clip(x, -largest, largest)
     narrow = builder.cast(clipped, _CASTS[dtype])
     return builder.cast(narrow, ir.DataType.FLOAT)
 
@@ -229,7 +203,7 @@ def round_units(builder: NodeBuilder, mode: str, x: ir.Value) -> ir.Value:
 
     Args:
         builder: of the graph.
-        mode: a mode of numerics.rounding that `activation_refusal` has not refused.
+        mode: a mode of numerics.rounding that `activation_reasons` has not refused.
         x: the value.
     """
     if mode == "half_even":

@@ -21,24 +21,26 @@ from quantizer.export.arithmetic.operands import quantized_apart
 from quantizer.export.deployment import Deployment
 from quantizer.export.exporting import refuse
 from quantizer.export.float32 import in_float32
-from quantizer.export.onnx.adapted_weights import adapt_weights, signed_weights, weight_storage
-from quantizer.export.onnx.cleaning import clean_proto
 from quantizer.export.onnx.conventions import EXACT, Conventions
-from quantizer.export.onnx.int8_weights import WeightStorage
-from quantizer.export.onnx.limits import profile_remarks, wide_bias_refusals
+from quantizer.export.onnx.files import clean_proto
 from quantizer.export.onnx.marks import Lowering, Quantizations
 from quantizer.export.onnx.passes import lower_marks
-from quantizer.export.onnx.profile import quantized_linearly, rounded_half_even
+from quantizer.export.onnx.refusals import profile_remarks, wide_bias_refusals
+from quantizer.export.onnx.restated import (
+    WeightStorage,
+    adapt_weights,
+    signed_weights,
+    weight_storage,
+    with_activations,
+)
 from quantizer.export.onnx.speed import float_model
-from quantizer.export.onnx.tensors import MIN_OPSET, activation_type, weight_type
+from quantizer.export.onnx.tensors import OPSETS, activation_type, weight_type
 from quantizer.export.onnx.translation import translate_network
 from quantizer.export.onnx.weights import BLOCK_SIZE_OPSET
 from quantizer.export.targets import checked_target
 from quantizer.nn.network import Network
 from quantizer.plan.model import Key, TensorSpecs
 
-OPSETS = range(MIN_OPSET, 24)
-"""The operator sets that torch.onnx writes."""
 DEFAULT_OPSET = 20
 """Every optimization of ONNX Runtime knows it."""
 
@@ -91,10 +93,13 @@ class NetworkToWrite:
         tested = replace(deployment, solution=solution)
         if is_half_even and not conventions.is_for_kernels:
             # The engine rounds as it does. The file is right if it is what the remarks say.
-            tested = replace(deployment, solution=quantized_linearly(solution))
+            linearly = with_activations(solution, round_mode="half_even", narrow_range=False)
+            tested = replace(deployment, solution=linearly)
         apart = quantized_apart(deployment.graph, solution, any_rounding=is_half_even)
         wide = in_float32(replace(deployment, solution=apart))
-        encoded = rounded_half_even(wide.encoded) if is_half_even else wide.encoded
+        encoded = wide.encoded
+        if is_half_even:
+            encoded = with_activations(encoded, round_mode="half_even")
         if conventions.is_for_kernels:
             is_packed = conventions.is_packed
             stated = adapt_weights(wide.graph, encoded, weights, packed=is_packed)

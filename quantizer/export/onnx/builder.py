@@ -62,6 +62,22 @@ class NodeBuilder:
         """Add a Cast and return its value."""
         return self.add("Cast", x, to=int(data_type))
 
+    def clip(
+        self,
+        x: ir.Value,
+        low: Tensor | float,
+        high: Tensor | float,
+        data_type: ir.DataType = ir.DataType.FLOAT,
+    ) -> ir.Value:
+        """Add a Clip to constant bounds and return its value."""
+        bounds = self.constant("low", low, data_type), self.constant("high", high, data_type)
+        return self.add("Clip", x, *bounds)
+
+    def requantized(self, x: ir.Value, *qparams: ir.Value | None) -> ir.Value:
+        """Add a QuantizeLinear and the DequantizeLinear of its codes, and return the value."""
+        codes = self.add("QuantizeLinear", x, *qparams)
+        return self.add("DequantizeLinear", codes, *qparams)
+
     def indices(self, part: str, values: list[int]) -> ir.Value:
         """Add an initializer of int64 and return its value."""
         return self.constant(part, torch.tensor(values), ir.DataType.INT64)
@@ -96,13 +112,7 @@ def redirect(old: ir.Value, new: ir.Value) -> None:
     new.type = old.type
     new.shape = old.shape
     old.name = f"{old.name}.replaced"
-    graph = old.graph
-    if graph is not None and old.is_graph_output():
-        for index, output in enumerate(graph.outputs):
-            if output is old:
-                graph.outputs[index] = new
-    for node, index in list(old.uses()):
-        node.replace_input_with(index, new)
+    old.replace_all_uses_with(new, replace_graph_outputs=True)
 
 
 def replace_node(node: ir.Node, value: ir.Value) -> None:
@@ -143,6 +153,39 @@ def is_constant(value: ir.Value | None) -> bool:
     return value is not None and value.is_initializer()
 
 
+def attributes_of(node: ir.Node) -> dict[str, Any]:
+    """Return the values of a node's attributes by name."""
+    return {name: attribute.value for name, attribute in node.attributes.items()}
+
+
 def inputs_of(node: ir.Node) -> list[ir.Value]:
     """Return the inputs of a node without those that are left out."""
     return [value for value in node.inputs if value is not None]
+
+
+def make_names_unique(graph: ir.Graph) -> None:
+    """Number nodes and values with the name of an earlier one, or of an input, an output or an
+    initializer: two passes may add to the same layer.
+    """
+    node_names: set[str] = set()
+    value_names = set(graph.initializers)
+    for value in (*graph.inputs, *graph.outputs):
+        value_names.add(value.name or "")
+    for node in graph.all_nodes():
+        node.name = _unused(node.name, node_names)
+        for value in node.outputs:
+            if not value.is_graph_output():
+                value.name = _unused(value.name, value_names)
+
+
+def _unused(name: str | None, taken: set[str]) -> str | None:
+    """Return a name that is added to those that are taken, with a number if it is there."""
+    if not name:
+        return name
+    unused = name
+    count = 1
+    while unused in taken:
+        count += 1
+        unused = f"{name}.{count}"
+    taken.add(unused)
+    return unused

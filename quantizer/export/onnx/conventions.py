@@ -7,7 +7,10 @@ from enum import Enum
 
 from quantizer.config.model import QuantizationSpec
 from quantizer.export.arithmetic.biases import BiasForm
+from quantizer.export.limits import Limits
 from quantizer.numerics.rounding import NEAREST
+
+_FLOAT = "leave it float"
 
 
 class LinearForm(Enum):
@@ -24,32 +27,12 @@ class LinearForm(Enum):
 
 
 @dataclass(frozen=True)
-class Limits:
-    """What an engine takes, where that is less than the file format holds.
-
-    Attributes:
-        engine: the engine, as the subject of a sentence.
-        preset: the config that fits it.
-        bits: the widths of activations.
-        roundings: the rounding modes of activations.
-        takes_zero_points: whether activations with a scale that is any float may have one.
-        takes_narrow: whether the codes of activations may end before their type does.
-    """
-
-    engine: str
-    preset: str
-    bits: tuple[int, ...]
-    roundings: frozenset[str]
-    takes_zero_points: bool
-    takes_narrow: bool
-
-
-@dataclass(frozen=True)
 class Conventions:
     """How one profile writes a network.
 
     Attributes:
-        limits: those of the engine; None for ONNX Runtime, which reads the whole format.
+        activations, weights: what the engine takes of them; None for ONNX Runtime, which reads
+            the whole format.
         unsigned_bits: the widths of the integers whose signed codes of activations become
             unsigned ones with another zero point.
         keeps_powers_signed: whether codes with power-of-two scales stay signed all the same.
@@ -66,7 +49,8 @@ class Conventions:
             them, too.
     """
 
-    limits: Limits | None = None
+    activations: Limits | None = None
+    weights: Limits | None = None
     unsigned_bits: tuple[int, ...] = (8,)
     keeps_powers_signed: bool = False
     biases: BiasForm = BiasForm.KERNELS
@@ -104,28 +88,29 @@ CONVENTIONS: dict[str, Conventions] = {
         rounds_half_even=True, quantizes_gates=True, decodes_ahead=True, is_tuned=True
     ),
     "tensorrt": Conventions(
-        limits=Limits(
-            engine="TensorRT",
-            preset="tensorrt_int8",
+        activations=Limits(
+            "TensorRT",
+            "start from the preset tensorrt_int8",
             bits=(8,),
-            roundings=frozenset({"half_even"}),
-            takes_zero_points=False,
+            roundings=("half_even",),
             takes_narrow=False,
+            takes_zero_points=False,
         ),
+        weights=Limits("TensorRT", _FLOAT, bits=range(1, 9), takes_zero_points=False),
         unsigned_bits=(),
         biases=BiasForm.FLOAT,
         linear=LinearForm.ADDED,
         is_for_kernels=False,
     ),
     "npu": Conventions(
-        limits=Limits(
-            engine="an NPU",
-            preset="npu_int8",
+        activations=Limits(
+            "an NPU",
+            "start from the preset npu_int8",
             bits=(8, 16),
             roundings=NEAREST,
-            takes_zero_points=True,
-            takes_narrow=True,
+            takes_shifts=False,
         ),
+        weights=Limits("an NPU", _FLOAT, bits=range(1, 9), takes_zero_points=False),
         unsigned_bits=(8, 16),
         keeps_powers_signed=True,
         biases=BiasForm.PRODUCTS,

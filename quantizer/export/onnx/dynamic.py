@@ -35,13 +35,8 @@ class QuantizedRows:
     zero_point: ir.Value | None
 
 
-@dataclass(frozen=True)
-class _Rounded:
-    """An activation in units of its scale, rounded; the zero point is a float."""
-
-    units: ir.Value
-    scale: ir.Value
-    zero_point: ir.Value | None
+_Rounded = tuple[ir.Value, ir.Value, ir.Value | None]
+"""An activation rounded in units of its scale, the scale, and the zero point as a float."""
 
 
 def quantize_dynamic(
@@ -55,8 +50,8 @@ def quantize_dynamic(
     """
     is_narrow = spec.dtype == "int" and spec.bit_width <= 8
     if in_floats or spec.qscheme != "per_tensor" or not is_narrow:
-        rounded = _rounded(builder, spec, x)
-        return builder.add("Mul", rounded.units, rounded.scale)
+        units, scale, _ = _rounded(builder, spec, x)
+        return builder.add("Mul", units, scale)
     is_half_even = spec.round_mode == "half_even"
     if not spec.symmetric and spec.bit_width == 8 and is_half_even:
         quantize = builder.add("DynamicQuantizeLinear", x).producer()
@@ -67,10 +62,8 @@ def quantize_dynamic(
         low, high = _range(builder, spec, x)
         scale = _scale(builder, spec, low, high)
     else:
-        rounded = _rounded(builder, spec, x)
-        scale = rounded.scale
-        zero_point = rounded.zero_point
-        x = builder.add("Mul", rounded.units, scale)
+        units, scale, zero_point = _rounded(builder, spec, x)
+        x = builder.add("Mul", units, scale)
     offset = _MIDDLE if spec.quant_min < 0 else 0
     if zero_point is None:
         zero = builder.constant("zero_point", offset, UINT8.data_type)
@@ -80,9 +73,7 @@ def quantize_dynamic(
     least = spec.quant_min + offset
     most = spec.quant_max + offset
     if (least, most) != (UINT8.low, UINT8.high):
-        low = builder.constant("low", least, UINT8.data_type)
-        high = builder.constant("high", most, UINT8.data_type)
-        codes = builder.add("Clip", codes, low, high)
+        codes = builder.clip(codes, least, most, UINT8.data_type)
     return builder.add("DequantizeLinear", codes, scale, zero)
 
 
@@ -90,19 +81,17 @@ def quantize_row_codes(
     builder: NodeBuilder, spec: QuantizationSpec, x: ir.Value
 ) -> QuantizedRows:
     """Add nodes that quantize each row of `x`, for `scale_rows`."""
-    rounded = _rounded(builder, spec, x)
+    units, scale, offset = _rounded(builder, spec, x)
     middle = builder.constant("middle", _MIDDLE)
-    offset = middle
     zero_point: ir.Value | None = None
-    if rounded.zero_point is not None:
-        offset = rounded.zero_point
+    if offset is not None:
         zero_point = builder.add("Sub", offset, middle)
-    shifted = builder.add("Add", rounded.units, offset)
+    shifted = builder.add("Add", units, offset or middle)
     codes = builder.cast(shifted, ir.DataType.UINT8)
     unit = builder.constant("unit", 1.0)
     zero = builder.constant("zero_point", _MIDDLE, UINT8.data_type)
     floats = builder.add("DequantizeLinear", codes, unit, zero)
-    return QuantizedRows(floats, rounded.scale, zero_point)
+    return QuantizedRows(floats, scale, zero_point)
 
 
 def scale_rows(
@@ -136,12 +125,9 @@ def _rounded(builder: NodeBuilder, spec: QuantizationSpec, x: ir.Value) -> _Roun
     units = builder.add("Div", x, scale)
     if spec.dtype != "int":
         largest = NUMBER_FORMATS[spec.dtype].largest
-        low = builder.constant("low", -largest)
-        high = builder.constant("high", largest)
-        clipped = builder.add("Clip", units, low, high)
-        codes = builder.cast(clipped, FLOAT8_TYPES[spec.dtype])
+        codes = builder.cast(builder.clip(units, -largest, largest), FLOAT8_TYPES[spec.dtype])
         floats = builder.cast(codes, ir.DataType.FLOAT)
-        return _Rounded(floats, scale, None)
+        return floats, scale, None
     least = builder.constant("least", spec.quant_min)
     most = builder.constant("most", spec.quant_max)
     zero_point: ir.Value | None = None
@@ -156,7 +142,7 @@ def _rounded(builder: NodeBuilder, spec: QuantizationSpec, x: ir.Value) -> _Roun
         most = builder.add("Sub", most, zero_point)
         at_least = builder.add("Max", units, least)
         clipped = builder.add("Min", at_least, most)
-    return _Rounded(round_units(builder, spec.round_mode, clipped), scale, zero_point)
+    return round_units(builder, spec.round_mode, clipped), scale, zero_point
 
 
 def _range(

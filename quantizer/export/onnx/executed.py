@@ -74,6 +74,17 @@ def profiled(options: onnxruntime.SessionOptions, folder: str) -> None:
     options.profile_file_prefix = str(Path(folder) / "profile")
 
 
+def kernel_events(
+    session: onnxruntime.InferenceSession,
+) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """End the profile of a session, and yield each run of a kernel with its node's name."""
+    path = Path(session.end_profiling())
+    for event in json.loads(path.read_text("utf-8")):
+        name = event["name"]
+        if name.endswith(_KERNEL):
+            yield name.removesuffix(_KERNEL), event
+
+
 @dataclass
 class ExecutedGraph:
     """A graph with the shapes of a run.
@@ -104,13 +115,8 @@ class ExecutedGraph:
         for name, array in feed.items():
             executed.shapes[name] = array.shape
         session.run(None, feed)
-        path = Path(session.end_profiling())
         results: dict[str, list[Shape]] = {}
-        for event in json.loads(path.read_text("utf-8")):
-            name = event["name"]
-            if not name.endswith(_KERNEL):
-                continue
-            name = name.removesuffix(_KERNEL)
+        for name, event in kernel_events(session):
             executed.runs[name] += 1
             results[name] = []
             for typed in event["args"].get("output_type_shape", ()):

@@ -6,12 +6,10 @@ It refuses nothing.
 from __future__ import annotations
 
 import json
-import logging
 import subprocess
-import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -24,19 +22,15 @@ from numpy.typing import NDArray
 from onnx import ModelProto
 from torch import Tensor
 
-from quantizer.comparison.output_comparison import Recorder
-from quantizer.errors import VerificationError, or_without
-from quantizer.export.acceptance import with_float_figures, worst_of
-from quantizer.export.agreement import Agreement, EngineCheck, Verification
-from quantizer.export.deployment import Deployment, tensor_leaves
-from quantizer.export.float32 import HALF, to_float32
-from quantizer.export.onnx.layers import LayerCheck
-from quantizer.export.onnx.verify import OnnxFile, named_inputs
+from quantizer.errors import VerificationError
+from quantizer.export.agreement import EngineCheck
+from quantizer.export.deployment import Deployment
+from quantizer.export.engine_checks import engine_check, require_success, started
+from quantizer.export.float32 import HALF
+from quantizer.export.onnx.verify import LayerCheck, OnnxFile, named_inputs
 
 EngineSettings = Mapping[str, str | int]
 """How OpenVINO compiles a model."""
-logger = logging.getLogger(__name__)
-_TIMEOUT_SECONDS = 600
 # Rounding explains at most so many steps between two codes of a layer.
 _MAX_ROUNDING_STEPS = 3
 # The check is how the file is read, not how coarsely it is computed. Without these settings
@@ -60,112 +54,39 @@ def installed_openvino() -> str | None:
 
 
 @contextmanager
-def openvino_started(file: OnnxFile, deployment: Deployment) -> Iterator[OpenVinoCheck | None]:
+def openvino_started(
+    file: OnnxFile, deployment: Deployment
+) -> Iterator[Callable[[], EngineCheck] | None]:
     """Start to run a file on the deployment's call, in parallel to the `with` statement's body.
 
-    Yields None if OpenVINO is not installed, or the file is too large to be held twice.
+    Yields what waits for the outputs and returns how far they are from test mode's. None if
+    OpenVINO is not installed, or the file is too large to be held twice.
     """
     engine = installed_openvino()
     if engine is None or not isinstance(file.source, bytes):
         yield None
         return
-    with TemporaryDirectory() as folder:
-        inputs = _inputs(file, deployment)
+    model = file.model
+    with TemporaryDirectory() as name:
+        folder = Path(name)
+        inputs = named_inputs(model, deployment, deployment.args, deployment.kwargs)
         settings = [EXACT_SETTINGS, DEFAULT_SETTINGS]
-        run = _Run.started(Path(folder) / "file", file.source, inputs, settings)
+        run = _Run.started(folder / "file", file.source, inputs, settings)
+
+        def outputs() -> list[list[Tensor]]:
+            """Return the outputs in order, with each of the settings."""
+            names = [value.name for value in model.graph.output]
+            return [
+                [torch.from_numpy(arrays[name]) for name in names] for arrays in run.outputs()
+            ]
+
         with run.process:
             try:
-                yield OpenVinoCheck(engine, file, deployment, run)
+                find = partial(first_layer_that_differs, model, deployment, folder)
+                yield partial(engine_check, engine, file.name, deployment, outputs, find)
             finally:
                 # In case nobody waited for it.
                 run.process.kill()
-
-
-@dataclass(frozen=True)
-class OpenVinoCheck:
-    """A file that OpenVINO is running on the deployment's call."""
-
-    engine: str
-    file: OnnxFile
-    deployment: Deployment
-    run: _Run
-
-    def result(self) -> EngineCheck:
-        """Wait for the outputs and return how far they are from test mode's.
-
-        A warning is logged if that is too far.
-        """
-        try:
-            check = self._check()
-        except VerificationError as error:
-            check = EngineCheck(self.engine, agrees=False, failure=error.message)
-        if not check.agrees:
-            logger.warning("%s: %s", self.file.name, check.line)
-        return check
-
-    def _check(self) -> EngineCheck:
-        """Return the comparison with test mode.
-
-        Raises:
-            VerificationError: OpenVINO cannot run the file, or an output has another shape.
-        """
-        in_float32, by_default = map(self._tensors, self.run.outputs())
-        figures, defaults = self._compared([in_float32, by_default])
-        figures = self._with_float_figures(figures, in_float32)
-        defaults = self._with_float_figures(defaults, by_default)
-        reads = worst_of(figures, self.deployment) is None
-        agrees = reads and worst_of(defaults, self.deployment) is None
-        layer = ""
-        if not reads:
-            folder = self.run.folder.parent
-            find = partial(first_layer_that_differs, self.file.model, self.deployment, folder)
-            layer = or_without("the first layer that differs", find, "")
-        return EngineCheck(
-            self.engine, agrees, figures, layer=layer, defaults=defaults, reads=reads
-        )
-
-    def _with_float_figures(
-        self, verification: Verification, outputs: list[Tensor]
-    ) -> Verification:
-        """Return a verification with figures against the float network, where they decide."""
-        if worst_of(verification, self.deployment) is None:
-            return verification
-        one_call = replace(self.deployment, batches=())
-        return with_float_figures(verification, lambda *_: outputs, one_call)
-
-    def _tensors(self, arrays: Arrays) -> list[Tensor]:
-        """Return the outputs in order."""
-        return [torch.from_numpy(arrays[value.name]) for value in self.file.model.graph.output]
-
-    @torch.no_grad()
-    def _compared(self, runs: list[list[Tensor]]) -> list[Verification]:
-        """Return how far the outputs of each run are from test mode's.
-
-        Raises:
-            VerificationError: an output has another shape.
-        """
-        deployment = self.deployment
-        recorder = Recorder(deployment.outputs)
-        network = deployment.reference
-        result = network.observe(deployment.args, deployment.kwargs, recorder.watchers)
-        expected = to_float32(tensor_leaves(result))
-        verifications: list[Verification] = []
-        for outputs in runs:
-            self._require_same_shapes(expected, outputs)
-            agreement = Agreement("outputs", deployment.outputs, deployment.part_steps)
-            agreement.add(expected, outputs, recorder)
-            verifications.append(agreement.result())
-        return verifications
-
-    def _require_same_shapes(self, expected: list[Tensor], outputs: list[Tensor]) -> None:
-        values = self.file.model.graph.output
-        for value, ours, theirs in zip(values, expected, outputs, strict=True):
-            if ours.shape != theirs.shape:
-                text = (
-                    f"output {value.name} has the shape {list(theirs.shape)}, and "
-                    f"{list(ours.shape)} in test mode"
-                )
-                raise VerificationError(text)
 
 
 def first_layer_that_differs(model: ModelProto, deployment: Deployment, folder: Path) -> str:
@@ -205,7 +126,7 @@ class _Run:
     """
 
     folder: Path
-    process: subprocess.Popen[bytes]
+    process: subprocess.Popen[str]
     stored: tuple[str, ...]
 
     @classmethod
@@ -219,10 +140,7 @@ class _Run:
         np.savez(folder / "inputs.npz", **arrays)
         runs = {f"outputs_{index}.npz": dict(chosen) for index, chosen in enumerate(settings)}
         (folder / "runs.json").write_text(json.dumps(runs), "utf-8")
-        # As text, so that no module beside the program stands for one that OpenVINO imports.
-        command = [sys.executable, "-c", _PROCESS.read_text("utf-8")]
-        pipes: dict[str, Any] = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE}
-        return cls(folder, subprocess.Popen(command, cwd=folder, **pipes), tuple(runs))
+        return cls(folder, started(_PROCESS, folder), tuple(runs))
 
     def outputs(self) -> list[Arrays]:
         """Wait for the outputs, by name, with each of the settings.
@@ -230,23 +148,9 @@ class _Run:
         Raises:
             VerificationError: OpenVINO cannot load the model or run it.
         """
-        try:
-            _, errors = self.process.communicate(timeout=_TIMEOUT_SECONDS)
-        except subprocess.TimeoutExpired as error:
-            self.process.kill()
-            raise VerificationError(f"it does not end within {_TIMEOUT_SECONDS} s") from error
-        if self.process.returncode < 0:
-            raise VerificationError(f"it crashes with signal {-self.process.returncode}")
-        if self.process.returncode:
-            text = errors.decode(errors="replace").strip()
-            last_line = text.rpartition("\n")[2].strip()
-            raise VerificationError(last_line or "it fails without a message")
+        require_success(self.process)
         every: list[Arrays] = []
         for path in self.stored:
             with np.load(self.folder / path) as arrays:
                 every.append(dict(arrays))
         return every
-
-
-def _inputs(file: OnnxFile, deployment: Deployment) -> Arrays:
-    return named_inputs(file.model, deployment, deployment.args, deployment.kwargs)

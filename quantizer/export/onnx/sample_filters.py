@@ -6,7 +6,7 @@ Trackers compare images so, and dynamic convolutions and StyleGAN2 compute filte
 """
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,24 +26,15 @@ _SETTINGS_OF_TRANSPOSED = ("stride", "padding", "output_padding", "groups", "dil
 """The names of the arguments behind the bias, in torch's order."""
 
 
-def products_for(nodes: Iterable[fx.Node]) -> dict[Any, Callable[..., Any]]:
-    """Return the form as a product of each operator with filters of samples in a program."""
-    products: dict[Any, Callable[..., Any]] = {}
-    for node in nodes:
-        product = _PRODUCTS.get(node.target)
-        if product is None or len(node.args) <= _GROUPS:
-            continue
-        follows_batch = isinstance(node.args[_GROUPS], fx.Node)
-        if follows_batch:
-            products[node.target] = product
-    return products
+def follows_batch(node: fx.Node) -> bool:
+    """Return whether the number of groups of a convolution in a program follows the batch."""
+    return len(node.args) > _GROUPS and isinstance(node.args[_GROUPS], fx.Node)
 
 
 def lacks_product(node: Node) -> bool:
     """Return whether a layer of a graph is such a convolution and has no form as a product."""
-    follows_batch = isinstance(node.inputs.get("groups"), Ref)
-    names = [str(operator) for operator in _PRODUCTS]
-    return follows_batch and node.target not in names
+    names = [str(operator) for operator in PRODUCTS]
+    return isinstance(node.inputs.get("groups"), Ref) and node.target not in names
 
 
 @dataclass(frozen=True)
@@ -189,7 +180,7 @@ def _with_bias(sums: Tensor, bias: Tensor | None) -> Tensor:
     return sums + by_channel
 
 
-_PRODUCTS: Mapping[Any, Callable[..., Any]] = {
+PRODUCTS: Mapping[Any, Callable[..., Any]] = {
     _CONV1D.default: _convolution,
     _CONV1D.padding: _convolution,
     _CONV2D.default: _convolution,

@@ -1,4 +1,6 @@
-"""Measures how fast a session is against one of the same network in float."""
+"""Measures how fast a session is against one of the same network in float, also with int8
+weights.
+"""
 
 import math
 import time
@@ -7,14 +9,16 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import numpy as np
 import onnx
 import onnx_ir as ir
 import onnxruntime
+import torch
 from numpy.typing import NDArray
+from onnx import ModelProto, NodeProto, TensorProto
 
 from quantizer.export.onnx.marks import MARK_DOMAIN
-from quantizer.export.processor_waits import waited_seconds
-from quantizer.export.speed import MIN_ROUNDS, Speed
+from quantizer.export.speed import MIN_ROUNDS, Speed, waited_seconds
 from quantizer.option_words import Sentence
 
 Timer = Callable[[int], float]
@@ -32,6 +36,8 @@ _MIN_SECONDS = 0.02
 _MAX_RUNS = 100
 # By so much int8 weights have to be faster to be mentioned.
 _FASTER = 1.1
+# The difference between unsigned and signed codes of 8 bits: the highest bit.
+_HIGHEST_BIT = np.uint8(128)
 
 
 def float_model(model: ir.Model) -> bytes | None:
@@ -63,10 +69,11 @@ def measured_speed(
     Args:
         with_int8: the same file with int8 weights. If it is faster, its speed is returned, too.
     """
-    sessions = [session, _session(floating)]
-    if with_int8 is not None:
-        sessions.append(_session(with_int8))
-    timers = [partial(_seconds, other, feed) for other in sessions]
+    models = [floating] if with_int8 is None else [floating, with_int8]
+    sessions = [session]
+    for model in models:
+        sessions.append(timed_session(model, onnxruntime.SessionOptions()))
+    timers = [partial(mean_seconds, other, feed) for other in sessions]
     speed, *others = speeds_in_turns(timers)
     if speed is None:
         return None
@@ -74,11 +81,6 @@ def measured_speed(
         if other is not None and other.is_clear and other.low > _FASTER * speed.ratio:
             return replace(speed, faster=(Sentence("<--onnx_weights int8>"), other))
     return speed
-
-
-def _session(model: bytes) -> onnxruntime.InferenceSession:
-    """Return a default session."""
-    return timed_session(model, onnxruntime.SessionOptions())
 
 
 def timed_session(
@@ -138,7 +140,7 @@ def _runs_at_once(timer: Timer, shortest: float) -> int:
     return max(1, math.ceil(shortest / max(seconds, shortest / _MAX_RUNS)))
 
 
-def _seconds(
+def mean_seconds(
     session: onnxruntime.InferenceSession, feed: Mapping[str, NDArray[Any]], runs: int
 ) -> float:
     """Return the seconds of one run, as the mean of several."""
@@ -146,3 +148,43 @@ def _seconds(
     for _ in range(runs):
         session.run(None, feed)
     return (time.perf_counter() - start) / runs
+
+
+def with_int8_weights(model: ModelProto) -> bytes | None:
+    """Return a model with int8 instead of uint8 weights, which computes the same.
+
+    Returns None if it has none, if something else reads them, or if this processor does not
+    multiply int8 weights right.
+    """
+    if not torch.cpu._is_vnni_supported():
+        return None
+    changed = ModelProto()
+    changed.CopyFrom(model)
+    tensors = {tensor.name: tensor for tensor in changed.graph.initializer}
+    unsigned: set[str] = set()
+    of_others: set[str] = set()
+    for node in changed.graph.node:
+        if not _dequantizes_uint8(node, tensors):
+            of_others.update(node.input)
+            continue
+        codes_name, _, zero_point_name = node.input
+        unsigned.add(codes_name)
+        unsigned.add(zero_point_name)
+    if not unsigned or unsigned & of_others:
+        return None
+    for name in unsigned:
+        tensor = tensors[name]
+        codes = onnx.numpy_helper.to_array(tensor)
+        # The highest bit changes: 128 becomes 0.
+        flipped = codes ^ _HIGHEST_BIT
+        signed = flipped.view(np.int8)
+        tensor.CopyFrom(onnx.numpy_helper.from_array(signed, name))
+    return bytes(changed.SerializeToString())
+
+
+def _dequantizes_uint8(node: NodeProto, tensors: Mapping[str, TensorProto]) -> bool:
+    """Return whether a node dequantizes a constant of uint8."""
+    if node.op_type != "DequantizeLinear":
+        return False
+    codes = tensors.get(node.input[0])
+    return codes is not None and codes.data_type == TensorProto.UINT8

@@ -38,8 +38,8 @@ _INTEGER_TYPES = (
 # The signed types of activations, by their unsigned ones and widths.
 _UNSIGNED_TYPES = {INT8: (UINT8, 8), _INT16: (_UINT16, 16)}
 EIGHT_BITS = (ir.DataType.INT8, ir.DataType.UINT8)
-MIN_OPSET = 18
-"""The first operator set that is written."""
+OPSETS = range(18, 24)
+"""The operator sets that torch.onnx writes."""
 
 
 def weight_type(spec: QuantizationSpec, opset: int) -> IntegerType | None:

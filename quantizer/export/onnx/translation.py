@@ -52,7 +52,7 @@ class _MarkedNetwork(nn.Module):
     ) -> None:
         super().__init__()
         self.network = network
-        self.leaves, self.spec = pytree.tree_flatten(deployment.blank)
+        self.leaves, self.spec = pytree.tree_flatten(deployment.blank_call())
         leave_ties_open(network.layers.values())
         self.weights: dict[str, _Mark] = {}
         for index, ((layer, role), _) in enumerate(quantizations):

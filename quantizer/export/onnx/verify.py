@@ -1,10 +1,10 @@
 """Runs a model in ONNX Runtime, without optimizations and as its users do, and compares it with
-test mode.
+test mode. The codes of all layers are compared, too, each from the same codes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,22 +15,107 @@ import onnx
 import onnxruntime
 import torch
 from numpy.typing import NDArray
-from onnx import ModelProto
+from onnx import ModelProto, NodeProto, numpy_helper
 from torch import Tensor
 
 from quantizer.errors import VerificationError, first_line
-from quantizer.export.acceptance import accept_file
-from quantizer.export.agreement import Agreement, Verification
+from quantizer.evaluation.exact import LayerCodes
+from quantizer.export.acceptance import Outputs, accept_file, compared_calls
+from quantizer.export.agreement import Verification
 from quantizer.export.deployment import Deployment, tensor_leaves
 from quantizer.export.float32 import HALF, to_float32
 from quantizer.export.kernels import Kernels
 from quantizer.export.onnx.executed import ExecutedGraph, names_of_products, profiled
-from quantizer.export.onnx.int8_model import with_int8_weights
 from quantizer.export.onnx.kernels import kernels_of_products, products_between_codes
-from quantizer.export.onnx.layers import LayerCheck
-from quantizer.export.onnx.speed import STOP_SPINNING, measured_speed
+from quantizer.export.onnx.speed import STOP_SPINNING, measured_speed, with_int8_weights
 from quantizer.export.speed import Speed
+from quantizer.nn.network import Execution
 from quantizer.option_words import Sentence
+from quantizer.plan.model import Key
+
+
+class LayerCheck:
+    """Runs test mode with every quantized value taken from the session.
+
+    So a difference stays where it arose.
+
+    Attributes:
+        model: the file's, with the codes among its outputs.
+        values: the names of values that hold codes, of layers' outputs and inputs.
+        rows: the comparison of each.
+    """
+
+    def __init__(self, model: ModelProto, deployment: Deployment) -> None:
+        self.network = deployment.reference
+        self.tensors = deployment.solution.tensors
+        self.values: dict[Key, str] = {}
+        self._zeros: dict[Key, NDArray[Any]] = {}
+        self._find_codes(model)
+        self.rows = {key: LayerCodes(*key) for key in self.values}
+        self.model = ModelProto()
+        self.model.CopyFrom(model)
+        for key, name in self.values.items():
+            data_type = onnx.helper.np_dtype_to_tensor_dtype(self._zeros[key].dtype)
+            output = onnx.helper.make_tensor_value_info(name, data_type, None)
+            self.model.graph.output.append(output)
+
+    def _find_codes(self, model: ModelProto) -> None:
+        """Find the values that hold codes, and the zero points that are stored for them."""
+        initializers = {tensor.name: tensor for tensor in model.graph.initializer}
+        for node in model.graph.node:
+            if node.op_type != "DequantizeLinear" or node.input[0] in initializers:
+                continue
+            key = self._key_of(node)
+            if key is not None:
+                self.values[key] = node.input[0]
+                self._zeros[key] = numpy_helper.to_array(initializers[node.input[2]])
+
+    def _key_of(self, node: NodeProto) -> Key | None:
+        """Return what a node dequantizes; its name is `<layer>.<role>.<number>.<operator>`."""
+        stem = node.name.rpartition(".")[0].rpartition(".")[0]
+        layer, _, role = stem.rpartition(".")
+        tensor = self.tensors.get((layer, role))
+        if tensor is None or role not in ("input", "activation"):
+            return None
+        if tensor.spec.dtype != "int" or tensor.spec.is_dynamic:
+            return None
+        return layer, role
+
+    @torch.no_grad()
+    def add(
+        self,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        codes: Mapping[str, NDArray[Any]],
+    ) -> None:
+        """Add one batch; `codes` are outputs of the session by name."""
+        graph = self.network.graph
+        execution = Execution(self.network, self.network.inputs(args, kwargs))
+        while execution.position < len(graph.nodes):
+            node = graph.nodes[execution.position]
+            input_key = (node.name, "input")
+            output_role = "input" if node.op == "input" else "activation"
+            output_key = (node.name, output_role)
+            values = execution.values
+            source = graph.source(node)
+            if input_key in self.values and source is not None:
+                layer = self.network.layers[node.name]
+                quantized = layer.quantize_input(values[source.name])
+                seen = self._compared(input_key, quantized, codes)
+                values = values | {source.name: seen}
+            value = self.network.run_node(node, values)
+            if output_key in self.values:
+                value = self._compared(output_key, value, codes)
+            execution.put(value)
+
+    def _compared(self, key: Key, value: Tensor, codes: Mapping[str, NDArray[Any]]) -> Tensor:
+        """Compare a value's codes with the session's, and return the value of the latter."""
+        scale = self.tensors[key].scale
+        stored = torch.from_numpy(codes[self.values[key]])
+        distances = (stored.to(torch.int64) - int(self._zeros[key])).view(value.shape)
+        self.rows[key].add(distances, torch.round(value / scale).to(torch.int64))
+        return distances * scale
+
 
 UNOPTIMIZED = "ONNX Runtime without optimizations"
 DEFAULT = "a default ONNX Runtime session"
@@ -85,42 +170,40 @@ def verify_sessions(file: OnnxFile, deployment: Deployment) -> Verification:
             place = folder if label == watched else ""
             sessions[label] = open_session(file, label, place)
         multiplications = _multiplications(file, deployment, sessions[watched], folder)
-    outputs, steps = deployment.outputs, deployment.part_steps
-    agreements = {label: Agreement("outputs", outputs, steps) for label in sessions}
-    network = deployment.reference
     layers = _LayerSession.of(file, deployment)
-    first_feed: dict[str, NDArray[Any]] | None = None
-    for args, kwargs in deployment.calls():
+    feeds: list[dict[str, NDArray[Any]]] = []
+
+    def run(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[list[Tensor]]:
+        """Return what each session gives for a call, and compare the codes of its layers."""
         feed = named_inputs(file.model, deployment, args, kwargs)
-        if first_feed is None:
-            first_feed = feed
-        recorder = agreements[UNOPTIMIZED].recorder()
-        with torch.no_grad():
-            expected = to_float32(
-                tensor_leaves(network.observe(args, kwargs, recorder.watchers))
-            )
+        if not feeds:
+            feeds.append(feed)
+        results: list[list[Tensor]] = []
         for label, session in sessions.items():
             with failures_named(label, file.name):
-                actual = _outputs(session, feed)
-            agreements[label].add(expected, actual, recorder)
+                results.append(_outputs(session, feed))
         if layers is not None:
             with failures_named(DEFAULT, file.name):
                 codes = layers.codes(feed)
             layers.check.add(args, kwargs, codes)
+        return results
+
     verified: dict[str, Verification] = {}
-    for label, session in sessions.items():
+    for found, (label, session) in zip(
+        compared_calls(deployment, run), sessions.items(), strict=True
+    ):
         remedy = _HELP
         if label == DEFAULT and deployment.choice("onnx_weights") == "int8":
             remedy = _INT8_HELP
         verified[label] = accept_file(
-            agreements[label].result(),
+            found,
             deployment,
-            SessionOfFile(session, file, deployment).outputs,
+            session_outputs(session, file, deployment),
             refusal=f"{file.name} is not written: {label}",
             remedy=remedy,
         )
     rows = () if layers is None else tuple(layers.check.rows.values())
-    speed = _speed(file, sessions[DEFAULT], first_feed)
+    speed = _speed(file, sessions[DEFAULT], feeds)
     if speed is not None and speed.high < 1 and deployment.layer_choice is None:
         speed = replace(speed, remedy=_NEVER_SLOWER)
     default = replace(verified[DEFAULT], kernels=multiplications, layers=rows, speed=speed)
@@ -150,19 +233,19 @@ def _multiplications(
 def _speed(
     file: OnnxFile,
     session: onnxruntime.InferenceSession,
-    feed: Mapping[str, NDArray[Any]] | None,
+    feeds: Sequence[Mapping[str, NDArray[Any]]],
 ) -> Speed | None:
     """Measure the speed of a session against the float network.
 
     That with int8 weights is measured, too, where the processor multiplies them right.
     """
-    if file.floating is None or feed is None:
+    if file.floating is None or not feeds:
         return None
     with_int8 = None
     if isinstance(file.source, bytes):
         with_int8 = with_int8_weights(file.model)
     with failures_named("ONNX Runtime, without quantization,", file.name):
-        return measured_speed(session, file.floating, feed, with_int8=with_int8)
+        return measured_speed(session, file.floating, feeds[0], with_int8=with_int8)
 
 
 @dataclass(frozen=True)
@@ -238,18 +321,13 @@ def failures_named(label: str, name: str) -> Iterator[None]:
         ) from error
 
 
-@dataclass(frozen=True)
-class SessionOfFile:
-    """A session that is called as the model is."""
-
-    session: onnxruntime.InferenceSession
-    file: OnnxFile
-    deployment: Deployment
-
-    def outputs(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Tensor]:
-        """Return what the session gives for a call."""
-        feed = named_inputs(self.file.model, self.deployment, args, kwargs)
-        return _outputs(self.session, feed)
+def session_outputs(
+    session: onnxruntime.InferenceSession, file: OnnxFile, deployment: Deployment
+) -> Outputs:
+    """Return a function that calls a session as the model is called."""
+    return lambda args, kwargs: _outputs(
+        session, named_inputs(file.model, deployment, args, kwargs)
+    )
 
 
 def _outputs(

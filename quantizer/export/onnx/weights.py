@@ -1,4 +1,6 @@
-"""Writes one weight as codes, with the ONNX operators that dequantize it exactly."""
+"""Writes one weight as codes, with the ONNX operators that dequantize it exactly or multiply by
+its codes.
+"""
 
 from typing import Any
 
@@ -10,10 +12,17 @@ from quantizer.config.model import QuantizationSpec
 from quantizer.export.onnx.builder import NodeBuilder
 from quantizer.export.onnx.tensors import INT8, ONNX_INT32, IntegerType, weight_type
 from quantizer.nn.quantized_tensor import QuantizedTensor
+from quantizer.numerics.codes import pack_bits
 from quantizer.numerics.granularity import from_rows, to_rows
 
 BLOCK_SIZE_OPSET = 21
 """The first operator set whose DequantizeLinear has a block_size."""
+PACKED_DOMAIN = "com.microsoft"
+"""The domain of MatMulNBits."""
+# The widths of codes in MatMulNBits; narrower codes take the wider.
+_PACKED_BITS = (4, 8)
+# The accuracy_level at which MatMulNBits rounds activations to 8 bits.
+_INT8_ACTIVATIONS = 4
 
 
 def quantize_weights(
@@ -146,3 +155,46 @@ def _stored_type(tensor: QuantizedTensor, opset: int) -> IntegerType | None:
     if narrow is not None or tensor.zero_point.any() or spec.quant_max > ONNX_INT32.high:
         return narrow
     return ONNX_INT32
+
+
+def packed_product(builder: NodeBuilder, weights: QuantizedTensor, x: ir.Value) -> ir.Value:
+    """Add the product of `x` with weights transposed as MatMulNBits, called `builder.name`.
+
+    Args:
+        weights: [outputs, inputs], codes of 8 bits or fewer in groups of inputs.
+
+    Source: the operator's documentation in ONNX Runtime, ContribOperators.md.
+    """
+    spec, codes = weights.spec, weights.codes
+    assert codes is not None
+    outputs, inputs = codes.shape
+    is_whole = spec.group_size in (None, -1)
+    block = inputs if is_whole else int(spec.group_size or 0)
+    bits = next(width for width in _PACKED_BITS if spec.bit_width <= width)
+    # MatMulNBits has unsigned codes.
+    middle = 1 << (bits - 1) if spec.quant_min < 0 else 0
+    count = -(-inputs // block)
+    unsigned = codes.to(torch.int32) + middle
+    padded = torch.nn.functional.pad(unsigned, (0, count * block - inputs), value=middle)
+    blocks = padded.view(outputs, count, block).to(torch.uint8)
+    operands = [
+        x,
+        builder.constant("codes", pack_bits(blocks, bits), ir.DataType.UINT8),
+        builder.constant("scale", weights.scale.reshape(outputs, count)),
+    ]
+    zero_points = weights.zero_point.reshape(outputs, count) + middle
+    default_zero_point = 1 << (bits - 1)
+    if (zero_points != default_zero_point).any():
+        packed = pack_bits(zero_points.to(torch.uint8), bits)
+        operands.append(builder.constant("zero_point", packed, ir.DataType.UINT8))
+    return builder.add(
+        "MatMulNBits",
+        *operands,
+        domain=PACKED_DOMAIN,
+        node_name=builder.name,
+        K=inputs,
+        N=outputs,
+        bits=bits,
+        block_size=block,
+        accuracy_level=_INT8_ACTIVATIONS,
+    )

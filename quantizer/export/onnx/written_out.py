@@ -1,50 +1,58 @@
-"""Decomposes operators that torch.onnx or a runtime gets wrong, with the same values."""
+"""Decomposes operators that torch.onnx has no form for, or that it or a runtime gets wrong.
+
+The values are the same if none of the inputs is NaN.
+"""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from operator import mul
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, fx
 from torch.export import ExportedProgram
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from quantizer.export.onnx.complex_numbers import complex_decompositions
-from quantizer.export.onnx.other_forms import other_forms
-from quantizer.export.onnx.sample_filters import products_for
+from quantizer.export.onnx.sample_filters import PRODUCTS, follows_batch
 
 _ATEN = torch.ops.aten
+_Form = Callable[..., Any]
 _BAG_OPTIONS = ("mode", "sparse", "per_sample_weights", "include_last_offset", "padding_idx")
 _POOL_OPTIONS = ("ceil_mode", "count_include_pad", "divisor_override")
 _ATTENTION = _ATEN.scaled_dot_product_attention.default
-_EMBEDDING_BAG = _ATEN.embedding_bag.padding_idx
-_AVERAGES = {
-    _ATEN.avg_pool1d.default: torch.nn.functional.avg_pool1d,
-    _ATEN.avg_pool2d.default: torch.nn.functional.avg_pool2d,
-    _ATEN.avg_pool3d.default: torch.nn.functional.avg_pool3d,
-}
 
 
-def decompositions_for(program: ExportedProgram) -> Mapping[Any, Callable[..., Any]]:
+@dataclass(frozen=True)
+class _Decomposition:
+    """How an operator is written by others.
+
+    Attributes:
+        form: is called with the operator's arguments. NotImplemented leaves a call as it is.
+        applies: whether a call needs it, so that the program is decomposed.
+        is_for_all: whether that must hold for all calls, because `form` is for each of them.
+    """
+
+    form: _Form
+    applies: Callable[[fx.Node], bool] = lambda node: True
+    is_for_all: bool = False
+
+
+def decompositions_for(program: ExportedProgram) -> Mapping[Any, _Form]:
     """Return decompositions of a program's operators; none if all are read right."""
-    nodes = program.graph.nodes
-    decompositions: dict[Any, Callable[..., Any]] = other_forms(nodes)
-    decompositions |= products_for(nodes)
-    bags: list[fx.Node] = []
-    for node in nodes:
-        if node.target is _ATTENTION and node.args[0].meta["val"].dim() != 4:
-            decompositions[node.target] = _attention_of_heads
-        elif node.target is _ATEN.instance_norm.default and not node.args[5]:
-            decompositions[node.target] = _norm_of_statistics
-        elif node.target is _ATEN.pad.default and "circular" in node.args:
-            decompositions[node.target] = _circular_pad
-        elif node.target in _AVERAGES and _has_divisor(node):
-            decompositions[node.target] = _average_by_divisor(_AVERAGES[node.target])
-        elif node.target is _EMBEDDING_BAG:
-            bags.append(node)
-    if bags and all(map(_has_even_bags, bags)):
-        decompositions[_EMBEDDING_BAG] = _even_bags
-    if any(_is_complex(node.meta.get("val")) for node in nodes):
+    calls: dict[Any, list[fx.Node]] = {}
+    for node in program.graph.nodes:
+        if node.target in _DECOMPOSITIONS:
+            calls.setdefault(node.target, []).append(node)
+    decompositions: dict[Any, _Form] = {}
+    for operator, nodes in calls.items():
+        row = _DECOMPOSITIONS[operator]
+        needed = [row.applies(node) for node in nodes]
+        if all(needed) if row.is_for_all else any(needed):
+            decompositions[operator] = row.form
+    if any(_is_complex(node.meta.get("val")) for node in program.graph.nodes):
         decompositions |= complex_decompositions()
     return decompositions
 
@@ -53,8 +61,151 @@ def _is_complex(value: Any) -> bool:
     return isinstance(value, Tensor) and value.is_complex()
 
 
-# torch calls the functions below with an operator's arguments. NotImplemented leaves the
-# operator as it is.
+def _has_other_dimensions(node: fx.Node) -> bool:
+    """Return whether an attention has other than four dimensions, which torch.onnx knows."""
+    query: Any = node.args[0]
+    return bool(query.meta["val"].dim() != 4)
+
+
+def _reads_no_places(node: fx.Node) -> bool:
+    """Return whether the places of the largest values are not read."""
+    return not any(user.args[1] == 1 and user.users for user in node.users)
+
+
+def _average_of_regions(x: Tensor, sizes: Sequence[int]) -> Tensor:
+    """Compute the mean of each region of a volume."""
+    return _reduced_regions(x, sizes, torch.mean)
+
+
+def _largest_of_regions(x: Tensor, sizes: Sequence[int]) -> Any:
+    """Take the largest value of each region if regions differ in size."""
+    lengths = x.shape[-len(sizes) :]
+    if not any(length % count for length, count in zip(lengths, sizes, strict=True)):
+        # torch.onnx knows this pooling
+        return NotImplemented
+    values = _reduced_regions(x, sizes, torch.amax)
+    # Nothing reads the places
+    return values, values
+
+
+def _reduced_regions(x: Tensor, sizes: Sequence[int], reduce: Callable[..., Tensor]) -> Tensor:
+    """Reduce each region of an adaptive pooling to one value, axis by axis."""
+    for axis, count in enumerate(sizes, start=-len(sizes)):
+        length = x.shape[axis]
+        values: list[Tensor] = []
+        for index in range(count):
+            start = index * length // count
+            # Rounded up: regions may overlap
+            stop = -(-(index + 1) * length // count)
+            region = x.narrow(axis, start, stop - start)
+            value = reduce(region, axis, keepdim=True)
+            values.append(value)
+        x = torch.cat(values, axis)
+    return x
+
+
+def _nearest(
+    x: Tensor, output_size: Sequence[int] | None, scale_factors: Sequence[float] | None
+) -> Any:
+    """Take the rows and columns that torch takes, if Resize would take others.
+
+    torch multiplies a place by a ratio of sizes. Resize divides it by the inverse, and that
+    rounds in another way.
+    """
+    sizes = x.shape[2:]
+    counts = output_size or list(map(int, map(mul, sizes, scale_factors or ())))
+    if any(isinstance(size, torch.SymInt) for size in (*sizes, *counts)):
+        return NotImplemented
+    result = x
+    is_other = False
+    for index, (size, count) in enumerate(zip(sizes, counts, strict=True)):
+        factor = scale_factors[index] if scale_factors else count / size
+        ratio = 1 / factor if scale_factors else size / count
+        places = np.arange(count, dtype=np.float32)
+        taken = np.floor(places * np.float32(ratio))
+        is_other |= not np.array_equal(taken, np.floor(places / np.float32(factor)))
+        of_torch = (torch.arange(float(count)) * ratio).floor()
+        result = result.index_select(index + 2, of_torch.long().clamp(max=size - 1))
+    return result if is_other else NotImplemented
+
+
+def _kth_value(x: Tensor, k: int, dim: int = -1, keepdim: bool = False) -> Any:
+    """Sort the values, and take the one of rank `k` with its place."""
+    if not x.dim():
+        return NotImplemented
+    results: list[Tensor] = []
+    for ranked in x.sort(dim):
+        result = ranked.narrow(dim, k - 1, 1)
+        if not keepdim:
+            result = result.squeeze(dim)
+        results.append(result)
+    return tuple(results)
+
+
+def _median(x: Tensor, dim: int, keepdim: bool = False) -> Any:
+    """Take the lower one of two values in the middle, as torch does."""
+    if not x.dim():
+        return NotImplemented
+    middle = (x.shape[dim] + 1) // 2
+    return _kth_value(x, middle, dim, keepdim)
+
+
+def _search(
+    bounds: Tensor,
+    x: Tensor,
+    *,
+    out_int32: bool = False,
+    right: bool = False,
+    side: str | None = None,
+    sorter: Tensor | None = None,
+) -> Tensor:
+    """Count the bounds below each value, on the right side also those that equal it."""
+    if sorter is not None:
+        bounds = bounds.gather(-1, sorter)
+    if bounds.dim() > 1:
+        bounds = bounds.unsqueeze(-2)
+    values = x.unsqueeze(-1)
+    is_below = bounds < values
+    if right or side == "right":
+        is_below = bounds <= values
+    dtype = torch.int32 if out_int32 else torch.int64
+    return is_below.sum(-1, dtype=dtype)
+
+
+def _distances(x: Tensor, y: Tensor, p: float = 2.0, _mode: int | None = None) -> Tensor:
+    """Compute the distance of each pair of vectors."""
+    differences = x.unsqueeze(-2) - y.unsqueeze(-3)
+    distances: Tensor = torch.linalg.vector_norm(differences, p, -1)
+    return distances
+
+
+def _hypotenuse(x: Tensor, y: Tensor) -> Tensor:
+    """Compute the root of the sum of two squares."""
+    squares = x * x + y * y
+    return squares.sqrt()
+
+
+def _is_member(
+    x: Tensor, members: Tensor, _unique: bool = False, invert: bool = False
+) -> Tensor:
+    """Compare each value with each member."""
+    is_equal = x.unsqueeze(-1) == members.flatten()
+    is_member = is_equal.any(-1)
+    if invert:
+        return ~is_member
+    return is_member
+
+
+def _with_diagonal(x: Tensor, values: Tensor, offset: int = 0, *dims: int) -> Tensor:
+    """Take the values of a diagonal where a mask of rows and columns says so."""
+    axes = (*dims, *(0, 1)[len(dims) :])
+    matrices = x.movedim(axes, (-2, -1))
+    rows, columns = map(torch.arange, matrices.shape[-2:])
+    is_diagonal = rows.unsqueeze(-1) + offset == columns
+    places = (columns - max(offset, 0)).clamp(0, values.shape[-1] - 1)
+    by_column = values.index_select(-1, places).unsqueeze(-2)
+    replaced = torch.where(is_diagonal, by_column, matrices)
+    return replaced.movedim((-2, -1), axes)
 
 
 def _attention_of_heads(
@@ -146,10 +297,6 @@ def _even_bags(
     return reduce(rows, 1), offsets, offsets, offsets
 
 
-def _has_divisor(node: fx.Node) -> bool:
-    return "divisor_override" in node.kwargs or len(node.args) > 6
-
-
 def _average_by_divisor(average: Callable[..., Tensor]) -> Callable[..., Any]:
     """Return an average pool that divides by a number, which torch.onnx ignores."""
 
@@ -183,3 +330,44 @@ def _average_by_divisor(average: Callable[..., Tensor]) -> Callable[..., Any]:
         return mean * (math.prod(kernel) / divisor)
 
     return compute
+
+
+_DECOMPOSITIONS: dict[Any, _Decomposition] = {
+    _ATTENTION: _Decomposition(_attention_of_heads, _has_other_dimensions),
+    _ATEN.adaptive_avg_pool3d.default: _Decomposition(_average_of_regions),
+    _ATEN.cdist.default: _Decomposition(_distances),
+    _ATEN.diagonal_scatter.default: _Decomposition(_with_diagonal),
+    _ATEN.embedding_bag.padding_idx: _Decomposition(_even_bags, _has_even_bags, True),
+    _ATEN.hypot.default: _Decomposition(_hypotenuse),
+    _ATEN.instance_norm.default: _Decomposition(
+        _norm_of_statistics, lambda node: not node.args[5]
+    ),
+    _ATEN.isin.Tensor_Tensor: _Decomposition(_is_member),
+    _ATEN.kthvalue.default: _Decomposition(_kth_value),
+    _ATEN.median.dim: _Decomposition(_median),
+    _ATEN.pad.default: _Decomposition(_circular_pad, lambda node: "circular" in node.args),
+    _ATEN.searchsorted.Tensor: _Decomposition(_search),
+}
+for _pool, _average in (
+    (_ATEN.avg_pool1d.default, torch.nn.functional.avg_pool1d),
+    (_ATEN.avg_pool2d.default, torch.nn.functional.avg_pool2d),
+    (_ATEN.avg_pool3d.default, torch.nn.functional.avg_pool3d),
+):
+    _DECOMPOSITIONS[_pool] = _Decomposition(
+        _average_by_divisor(_average),
+        lambda node: "divisor_override" in node.kwargs or len(node.args) > 6,
+    )
+for _pool in (
+    _ATEN.adaptive_max_pool1d.default,
+    _ATEN.adaptive_max_pool2d.default,
+    _ATEN.adaptive_max_pool3d.default,
+):
+    _DECOMPOSITIONS[_pool] = _Decomposition(_largest_of_regions, _reads_no_places, True)
+for _resize in (
+    _ATEN.upsample_nearest1d.vec,
+    _ATEN.upsample_nearest2d.vec,
+    _ATEN.upsample_nearest3d.vec,
+):
+    _DECOMPOSITIONS[_resize] = _Decomposition(_nearest)
+for _convolution, _product in PRODUCTS.items():
+    _DECOMPOSITIONS[_convolution] = _Decomposition(_product, follows_batch)

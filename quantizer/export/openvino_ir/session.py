@@ -2,7 +2,6 @@
 
 import json
 import subprocess
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ from torch import Tensor
 from quantizer.errors import VerificationError
 from quantizer.export.acceptance import Outputs
 from quantizer.export.deployment import Deployment
+from quantizer.export.engine_checks import failure_of, started
 from quantizer.export.kernels import Product, Shape, einsum_multiply_adds
 from quantizer.export.onnx.build import BuiltOnnx
 from quantizer.export.onnx.executed import names_of_products
@@ -56,11 +56,6 @@ class IrSession:
     def model(self) -> ModelProto:
         """Return the ONNX model."""
         return self.built.proto
-
-    @property
-    def has_float(self) -> bool:
-        """Return whether the network without quantization can be timed."""
-        return self.built.floating is not None
 
     def run(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[list[Tensor]]:
         """Return what the model gives for a call with each of the settings.
@@ -147,11 +142,7 @@ class IrSession:
     def _failure(self) -> VerificationError:
         """Return why the process has ended."""
         assert self.process.stderr is not None
-        code = self.process.wait()
-        lines = self.process.stderr.read().strip().splitlines()
-        why = lines[-1].strip() if lines else "it fails without a message"
-        if code < 0:
-            why = f"it crashes with signal {-code}"
+        why = failure_of(self.process.wait(), self.process.stderr.read())
         text = f"{self.name} is not written: OpenVINO cannot run it: {why}"
         return VerificationError(text, help=_HELP)
 
@@ -220,10 +211,7 @@ def ir_session(
         (folder / "float.onnx").write_bytes(built.floating)
     settings = [dict(setting) for setting in _SETTINGS]
     (folder / "settings.json").write_text(json.dumps(settings), "utf-8")
-    # As text, so that no module beside the program stands for one that OpenVINO imports.
-    command = [sys.executable, "-c", _PROCESS.read_text("utf-8")]
-    pipes: dict[str, Any] = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
-    with subprocess.Popen(command, cwd=folder, text=True, **pipes) as process:
+    with started(_PROCESS, folder) as process:
         try:
             yield IrSession(name, folder, built, deployment, process)
         finally:

@@ -20,10 +20,10 @@ from quantizer.export.programs.qdq import (
     DEQUANTIZE,
     Activation,
     Weight,
+    WideActivation,
     has_operators,
     is_channelwise,
 )
-from quantizer.export.programs.wide_activation import WideActivation
 from quantizer.graph.ir import Graph, Node
 from quantizer.nn.function import leave_ties_open
 from quantizer.nn.network import Network

@@ -93,7 +93,7 @@ def float_program(deployment: Deployment) -> ExportedProgram:
     return export_program(
         network,
         graph,
-        *deployment.blank,
+        *deployment.blank_call(),
         names=deployment.parameter_names,
         output_names=deployment.output_names,
     )

@@ -1,4 +1,6 @@
-"""Writes the .pt2 and .float.pt2 targets: programs of `torch.export`."""
+"""Writes the targets with a `torch.export` program: .pt2 with integer weights and
+`quantized_decomposed` operators, and .float.pt2 of float operators only.
+"""
 
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping
@@ -14,9 +16,8 @@ from quantizer.errors import VerificationError, first_line
 from quantizer.export.acceptance import verified_calls
 from quantizer.export.agreement import Verification
 from quantizer.export.arithmetic.biases import MAX_SUM_BIAS, overflowing
-from quantizer.export.deployment import Deployment, tensor_leaves
+from quantizer.export.deployment import ORIGIN_FILE, Deployment, tensor_leaves
 from quantizer.export.exporter import Exporter
-from quantizer.export.origin import ORIGIN_FILE
 from quantizer.export.programs.coded import ProgramForm, coded_program
 from quantizer.export.programs.program import float_program, load_program, program_bytes
 from quantizer.storage.files import write_bytes
@@ -72,8 +73,9 @@ class ProgramExporter(Exporter[ProgramFile]):
             try:
                 return tensor_leaves(program(*args, **kwargs))
             except Exception as error:
+                why = first_line(error)
                 raise VerificationError(
-                    f"{written.name} is not written: torch cannot run it: {first_line(error)}",
+                    f"{written.name} is not written: torch cannot run it: {why}",
                     help="test with data for which this holds; the trace of a model is one "
                     "call of it",
                 ) from error
@@ -99,8 +101,9 @@ class Pt2Exporter(ProgramExporter):
         solution = deployment.solution.by_rows()
         if self.activation_codes == "uint8":
             return coded_program(deployment, solution, ProgramForm("uint8"))
-        float_layers = frozenset(overflowing(deployment.network(), solution, MAX_SUM_BIAS))
-        form = ProgramForm("int8", decoded=float_layers, is_shared=False)
+        network = deployment.network()
+        float_layers = overflowing(network, solution, MAX_SUM_BIAS)
+        form = ProgramForm("int8", decoded=frozenset(float_layers), is_shared=False)
         return coded_program(deployment, solution, form)
 
 

@@ -1,25 +1,27 @@
 """The passes from a translated network with marks to the network of the file."""
 
-from collections import Counter
 from collections.abc import Callable
 
 import onnx_ir as ir
 
+from quantizer.export.onnx.builder import make_names_unique
 from quantizer.export.onnx.marks import Lowering
-from quantizer.export.onnx.passes.channels import pad_channels
-from quantizer.export.onnx.passes.constants import compute_constants
-from quantizer.export.onnx.passes.float_biases import hide_float_biases
-from quantizer.export.onnx.passes.gates import quantize_gates
-from quantizer.export.onnx.passes.global_pools import pool_globally
+from quantizer.export.onnx.passes.biases import (
+    hide_float_biases,
+    write_sizes_as_sums,
+    write_sum_biases,
+)
+from quantizer.export.onnx.passes.integer_forms import pool_globally, quantize_gates
 from quantizer.export.onnx.passes.linear import straighten_linear
-from quantizer.export.onnx.passes.lookup import look_up_codes
-from quantizer.export.onnx.passes.moves import requantize_moves
-from quantizer.export.onnx.passes.padding import pad_codes
+from quantizer.export.onnx.passes.lookup import compute_constants, look_up_codes
+from quantizer.export.onnx.passes.moves import (
+    requantize_moves,
+    requantize_rectified,
+    wrap_operators,
+)
+from quantizer.export.onnx.passes.padding import pad_channels, pad_codes
 from quantizer.export.onnx.passes.product_names import name_products
 from quantizer.export.onnx.passes.quantizations import replace_marks
-from quantizer.export.onnx.passes.sizes import write_sizes_as_sums
-from quantizer.export.onnx.passes.sum_biases import write_sum_biases
-from quantizer.export.onnx.passes.wrapping import requantize_rectified, wrap_operators
 
 _Pass = Callable[[ir.Model, Lowering], None]
 
@@ -74,27 +76,7 @@ def lower_marks(model: ir.Model, lowering: Lowering) -> None:
     for run_pass in ONNX_PASSES:
         if run_pass not in left_out:
             run_pass(model, lowering)
-    _make_names_unique(model.graph)
+    make_names_unique(model.graph)
     for name, value in list(model.graph.initializers.items()):
         if not value.uses() and not value.is_graph_output():
             del model.graph.initializers[name]
-
-
-def _make_names_unique(graph: ir.Graph) -> None:
-    """Number nodes and values with the name of an earlier one: two passes may add to the same
-    layer.
-    """
-    node_names: Counter[str] = Counter()
-    value_names: Counter[str] = Counter()
-    for node in graph.all_nodes():
-        node.name = _numbered(node.name, node_names)
-        for value in node.outputs:
-            value.name = _numbered(value.name, value_names)
-
-
-def _numbered(name: str | None, counts: Counter[str]) -> str | None:
-    """Return a name, with its number if it was counted before."""
-    if not name:
-        return name
-    counts[name] += 1
-    return name if counts[name] == 1 else f"{name}.{counts[name]}"

@@ -6,6 +6,8 @@ A Transpose between codes and MatMul, or a Gemm, would keep ONNX Runtime from it
 4-bit weights. It fuses MatMul and Add into a Gemm. That has no integer kernel if the output is
 not quantized, and otherwise one with a rounded bias. Subtracting the negated bias gives the
 same floats and is not fused.
+
+NPUs take Gemm, which has an operand for the bias and takes two dimensions.
 """
 
 import numpy as np
@@ -20,7 +22,6 @@ from quantizer.export.onnx.builder import (
 )
 from quantizer.export.onnx.conventions import LinearForm
 from quantizer.export.onnx.marks import Lowering, marks_of
-from quantizer.export.onnx.passes.gemm import write_gemms
 
 TRANSPOSED_KEY = "transposed"
 """In the metadata of marked weights that are used as [inputs, outputs]."""
@@ -29,17 +30,18 @@ TRANSPOSED_KEY = "transposed"
 def straighten_linear(model: ir.Model, lowering: Lowering) -> None:
     """Rewrite every product with a marked weight."""
     form = lowering.conventions.linear
-    if form is LinearForm.GEMM:
-        write_gemms(model, lowering)
-        return
     for mark in marks_of(model.graph):
         weight = mark.outputs[0]
-        if lowering.weight_of(weight) is None or weight.is_graph_output():
-            continue
-        (layer, _), tensor = lowering.marked(mark)
-        if lowering.decodes_ahead(layer, tensor):
+        if lowering.weight_of(weight) is None:
             continue
         readers = weight.consumers()
+        if form is LinearForm.GEMM:
+            for transpose in filter(_swaps_two_axes, readers):
+                _write_gemms(transpose, weight)
+            continue
+        (layer, _), tensor = lowering.marked(mark)
+        if weight.is_graph_output() or lowering.decodes_ahead(layer, tensor):
+            continue
         if readers and all(_only_transposes(reader, weight) for reader in readers):
             weight.meta[TRANSPOSED_KEY] = True
             for reader in readers:
@@ -51,14 +53,18 @@ def straighten_linear(model: ir.Model, lowering: Lowering) -> None:
                     _subtract_bias(model.graph, product)
 
 
+def _swaps_two_axes(node: ir.Node) -> bool:
+    """Return whether a node is the Transpose of a matrix, whose result is no output."""
+    if node.op_type != "Transpose" or node.outputs[0].is_graph_output():
+        return False
+    return list(node.attributes.get_ints("perm", ())) == [1, 0]
+
+
 def _only_transposes(node: ir.Node, weight: ir.Value) -> bool:
     """Return whether a node uses a weight [outputs, inputs] only as its transpose."""
-    attributes = node.attributes
-    if node.op_type == "Transpose":
-        is_output = node.outputs[0].is_graph_output()
-        return list(attributes.get_ints("perm", ())) == [1, 0] and not is_output
     if node.op_type != "Gemm" or node.inputs[1] is not weight:
-        return False
+        return _swaps_two_axes(node)
+    attributes = node.attributes
     is_scaled = attributes.get_float("alpha", 1.0) != 1.0
     is_bias_scaled = attributes.get_float("beta", 1.0) != 1.0
     is_transposed = attributes.get_int("transB", 0) == 1 and not attributes.get_int("transA", 0)
@@ -68,8 +74,7 @@ def _only_transposes(node: ir.Node, weight: ir.Value) -> bool:
 def _use_as_stored(node: ir.Node, weight: ir.Value) -> None:
     """Remove a Transpose of a weight, or turn a Gemm into MatMul and Add."""
     if node.op_type == "Transpose":
-        for reader, index in list(node.outputs[0].uses()):
-            reader.replace_input_with(index, weight)
+        node.outputs[0].replace_all_uses_with(weight)
         remove_node(node)
         return
     result = node.outputs[0]
@@ -80,18 +85,26 @@ def _use_as_stored(node: ir.Node, weight: ir.Value) -> None:
     replace_node(node, total)
 
 
-def _subtract_bias(graph: ir.Graph, product: ir.Node) -> None:
-    """Turn the Add of a bias after a product into a Sub of the negated bias."""
+def _bias_after(product: ir.Node) -> tuple[ir.Node, ir.Value] | None:
+    """Return the Add that alone reads a product, and its bias; None if there is none."""
     readers = product.outputs[0].consumers()
     if len(readers) != 1 or readers[0].op_type != "Add":
+        return None
+    for operand in readers[0].inputs:
+        values = array_of(operand)
+        if operand is not None and values is not None and values.ndim == 1:
+            return readers[0], operand
+    return None
+
+
+def _subtract_bias(graph: ir.Graph, product: ir.Node) -> None:
+    """Turn the Add of a bias after a product into a Sub of the negated bias."""
+    found = _bias_after(product)
+    if found is None:
         return
-    add = readers[0]
-    for bias in add.inputs:
-        values = array_of(bias)
-        if bias is not None and values is not None and values.ndim == 1:
-            break
-    else:
-        return
+    add, bias = found
+    values = array_of(bias)
+    assert values is not None
     name = f"{bias.name}.negated"
     negated = graph.initializers.get(name)
     if negated is None:
@@ -99,3 +112,49 @@ def _subtract_bias(graph: ir.Graph, product: ir.Node) -> None:
     add.op_type = "Sub"
     add.replace_input_with(0, product.outputs[0])
     add.replace_input_with(1, negated)
+
+
+def _write_gemms(transpose: ir.Node, weight: ir.Value) -> None:
+    """Replace the products with a transposed weight [outputs, inputs]."""
+    transposed = transpose.outputs[0]
+    for node in transposed.consumers():
+        x = node.inputs[0]
+        is_product = node.op_type == "MatMul" and node.inputs[1] is transposed
+        if is_product and x is not None and x.shape is not None:
+            _write_gemm(node, x, weight)
+    if not transposed.uses():
+        remove_node(transpose)
+
+
+def _write_gemm(product: ir.Node, x: ir.Value, weight: ir.Value) -> None:
+    """Replace a product by a Gemm of rows, between two Reshapes if there are more axes."""
+    found = None if product.outputs[0].is_graph_output() else _bias_after(product)
+    last = product if found is None else found[0]
+    biases = () if found is None else found[1:]
+    builder = NodeBuilder(f"{last.outputs[0].name}.rows", last)
+    assert x.shape is not None
+    *leading, inputs = x.shape
+    is_flat = len(leading) == 1
+    rows = x
+    if not is_flat:
+        assert isinstance(inputs, int)
+        rows = builder.add("Reshape", x, builder.indices("flat", [-1, inputs]))
+    total = builder.add("Gemm", rows, weight, *biases, node_name=product.name, transB=1)
+    if not is_flat:
+        total = builder.add("Reshape", total, _shape(builder, x, weight))
+    replace_node(last, total)
+    if last is not product:
+        remove_node(product)
+
+
+def _shape(builder: NodeBuilder, x: ir.Value, weight: ir.Value) -> ir.Value:
+    """Return the shape of a product with `x`, as a constant if at most one size is open."""
+    assert x.shape is not None and weight.shape is not None
+    outputs = weight.shape[0]
+    assert isinstance(outputs, int)
+    leading = [size if isinstance(size, int) else -1 for size in x.shape[:-1]]
+    if leading.count(-1) <= 1:
+        return builder.indices("shape", [*leading, outputs])
+    open_sizes = builder.add("Shape", x, start=0, end=len(leading))
+    last = builder.indices("outputs", [outputs])
+    return builder.add("Concat", open_sizes, last, axis=0)

@@ -1,16 +1,32 @@
-"""Pads the codes of values with their zero point, for Pad and for average pools that count it.
+"""Pads codes, for Pad and average pools, and the input channels of convolutions.
 
 OpenVINO pads the codes with 0, without regard to the zero point. Padding with the zero point
 gives the same values in all runtimes.
+
+The kernels of ONNX Runtime on x86 that read codes and int8 weights directly take input channels
+in fours. For other numbers of channels it first copies each window of the input. Channels of
+zero weights change no sum.
+
+Source: ONNX Runtime 1.31, onnxruntime/core/mlas/lib/convsym.cpp, MlasConvSymPackWSize.
 """
 
 from collections.abc import Sequence
 
 import onnx_ir as ir
+import torch
 
-from quantizer.export.onnx.builder import NodeBuilder, array_of, producer_of, replace_node
+from quantizer.export.onnx.builder import (
+    NodeBuilder,
+    array_of,
+    attributes_of,
+    is_quantized,
+    producer_of,
+    remove_node,
+    replace_node,
+)
 from quantizer.export.onnx.marks import Lowering
 from quantizer.export.onnx.passes.moves import only_moves, origins
+from quantizer.export.onnx.restated import missing_channels
 from quantizer.export.onnx.tensors import EIGHT_BITS
 
 _PADDING_ATTRIBUTES = ("pads", "count_include_pad")
@@ -48,7 +64,7 @@ def _padded_pool(pool: ir.Node) -> ir.Value | None:
     builder = NodeBuilder(f"{pool.outputs[0].name}.padded", pool)
     amounts = builder.indices("amounts", [0, 0, *pads[:half], 0, 0, *pads[half:]])
     values = _add_padding(builder, source, dequantize, [amounts])
-    attributes = {name: attribute.value for name, attribute in pool.attributes.items()}
+    attributes = attributes_of(pool)
     for name in _PADDING_ATTRIBUTES:
         del attributes[name]
     return builder.add("AveragePool", values, node_name=pool.name, **attributes)
@@ -137,3 +153,51 @@ def _pads_of_windows(
             end -= last_start % strides[axis]
         ends.append(end)
     return [*pads[:half], *ends]
+
+
+def pad_channels(model: ir.Model, lowering: Lowering) -> None:
+    """Pad the codes and int8 weights of convolutions with few input channels."""
+    for node in list(model.graph):
+        if node.op_type != "Conv":
+            continue
+        if not is_quantized(node.outputs[0]):
+            continue
+        x, weights = node.inputs[:2]
+        of_x = producer_of(x, "DequantizeLinear")
+        of_weights = producer_of(weights, "DequantizeLinear")
+        if of_x is None or of_weights is None:
+            continue
+        _pad_operands(node, of_x, of_weights)
+
+
+def _pad_operands(conv: ir.Node, of_x: ir.Node, of_weights: ir.Node) -> None:
+    """Pad the operands of a convolution.
+
+    Args:
+        of_x: dequantizes its input.
+        of_weights: dequantizes its weights.
+    """
+    stored, *factors = of_weights.inputs
+    codes = array_of(stored)
+    zero_points = array_of(factors[1])
+    if codes is None or zero_points is None:
+        return
+    if codes.dtype != "int8" or zero_points.any():
+        return
+    groups = conv.attributes.get_int("group", 1)
+    missing = missing_channels(codes.shape, groups)
+    if not missing:
+        return
+    builder = NodeBuilder(f"{conv.name}.channels", conv)
+    values, scale, zero_point = of_x.inputs
+    amounts = builder.indices("amounts", [0, 0, 0, 0, 0, missing, 0, 0])
+    padded = builder.add("Pad", values, amounts, zero_point)
+    x = builder.add("DequantizeLinear", padded, scale, zero_point)
+    conv.replace_input_with(0, x)
+    wide = torch.nn.functional.pad(torch.from_numpy(codes), (0, 0, 0, 0, 0, missing))
+    wide_codes = builder.constant("codes", wide, ir.DataType.INT8)
+    weights = builder.add("DequantizeLinear", wide_codes, *factors, **attributes_of(of_weights))
+    conv.replace_input_with(1, weights)
+    for node in (of_x, of_weights):
+        if not node.outputs[0].uses():
+            remove_node(node)

@@ -6,13 +6,7 @@ import onnx_ir as ir
 
 from quantizer.config.roles import is_parameter, parameter_name
 from quantizer.export.arithmetic.operands import is_multiplied
-from quantizer.export.onnx.activations import (
-    UNBOUNDED,
-    ActivationForm,
-    quantize_activation,
-    takes_bounds,
-)
-from quantizer.export.onnx.adapted_weights import PACKED_BLOCK_SIZES
+from quantizer.export.onnx.activations import UNBOUNDED, quantize_activation, takes_bounds
 from quantizer.export.onnx.builder import NodeBuilder, array_of, remove_node, replace_node
 from quantizer.export.onnx.dynamic import (
     QuantizedRows,
@@ -24,8 +18,8 @@ from quantizer.export.onnx.dynamic import (
 from quantizer.export.onnx.marks import MULTIPLYING, Lowering, is_mark, marks_of
 from quantizer.export.onnx.passes.linear import TRANSPOSED_KEY
 from quantizer.export.onnx.passes.moves import MOVE_OPERATORS
-from quantizer.export.onnx.profile import packed_product
-from quantizer.export.onnx.weights import quantize_weights
+from quantizer.export.onnx.restated import PACKED_BLOCK_SIZES
+from quantizer.export.onnx.weights import packed_product, quantize_weights
 from quantizer.nn.quantized_tensor import QuantizedTensor
 from quantizer.plan.model import Key
 
@@ -62,8 +56,7 @@ def _remove_left_out(graph: ir.Graph, lowering: Lowering) -> None:
             source = NodeBuilder(f"{key[0]}.{key[1]}", mark).add("Identity", source)
             replace_node(mark, source)
             continue
-        for reader, index in list(result.uses()):
-            reader.replace_input_with(index, source)
+        result.replace_all_uses_with(source)
         remove_node(mark)
 
 
@@ -90,7 +83,7 @@ class _Replacement:
         builder = NodeBuilder(f"{layer}.{role}", mark)
         result = mark.outputs[0]
         if is_parameter(role):
-            if not self._is_packed_weight(result, tensor):
+            if TRANSPOSED_KEY not in result.meta or not self._is_packed(tensor, result):
                 replace_node(mark, self._weight(builder, mark, (layer, role), tensor))
             return
         source = mark.inputs[0]
@@ -142,9 +135,6 @@ class _Replacement:
         spec = tensor.spec
         by_output = spec.qscheme == "per_tensor" or spec.ch_axis == 0
         return spec.dtype == "int" and spec.bit_width == 8 and by_output
-
-    def _is_packed_weight(self, result: ir.Value, tensor: QuantizedTensor) -> bool:
-        return TRANSPOSED_KEY in result.meta and self._is_packed(tensor, result)
 
     def _is_packed(self, tensor: QuantizedTensor, weight: ir.Value) -> bool:
         """Return whether a weight is in groups of a size that MatMulNBits has."""
@@ -209,12 +199,12 @@ class _Replacement:
         if spec.is_scaled and spec.is_dynamic:
             return quantize_dynamic(builder, spec, source, in_floats=in_floats)
         producer = source.producer()
+        is_for_kernels = self.lowering.conventions.is_for_kernels
         bounds = UNBOUNDED
         is_only = len(source.uses()) == 1 and not source.is_graph_output()
-        form = ActivationForm(self.lowering.opset, self.lowering.conventions)
         if producer is not None and is_only:
             bounds = _bounds(producer)
-        if not takes_bounds(tensor, bounds, form):
+        if not takes_bounds(tensor, bounds, self.lowering):
             bounds = UNBOUNDED
         x = source
         if producer is not None and bounds != UNBOUNDED:
@@ -225,17 +215,11 @@ class _Replacement:
             builder,
             tensor,
             x,
-            form,
+            self.lowering,
             bounds=bounds,
             in_floats=in_floats,
-            apart=producer is not None and self._is_apart(producer),
+            apart=is_for_kernels and producer is not None and producer.op_type in _NOT_FUSED,
         )
-
-    def _is_apart(self, producer: ir.Node) -> bool:
-        """Return whether ONNX Runtime must not fuse an operator with the quantization of what
-        it makes.
-        """
-        return self.lowering.conventions.is_for_kernels and producer.op_type in _NOT_FUSED
 
     def _is_float(self, reader: ir.Node, layer: str) -> bool:
         """Return whether ONNX Runtime multiplies in float what reads a layer's weight."""

@@ -2,18 +2,133 @@
 convert activations between the two.
 
 All costs are shares: 0.1 is a tenth of the time of the file without quantized activations. The
-cheapest choice of blocks is a minimum cut, see `_add_border`.
+cheapest choice of blocks is a minimum cut, see `_add_border`. Blocks and conversions are the
+vertices of a network. A cost is the capacity of an edge: it is paid if the edge begins on the
+first side and ends on the second. The cheapest division cuts what a maximum flow from the first
+side to the second fills.
+
+Source: Edmonds and Karp, "Theoretical improvements in algorithmic efficiency for network flow
+problems", 1972.
 """
 
 from __future__ import annotations
 
+import math
+from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 from quantizer.export.onnx.tuned.blocks import BlockMap, QuantizationPoint, original_name
-from quantizer.export.onnx.tuned.cut import TwoSides
 from quantizer.export.onnx.tuned.meter import Kernel, Profile
 from quantizer.plan.model import Key
+
+# A smaller share of the sum of all finite costs is an error of rounding
+_TOLERANCE = 1e-12
+# Names that are on their sides in every division
+_FIRST = "\0first"
+_SECOND = "\0second"
+_Capacities = dict[str, dict[str, float]]
+"""How much more can flow along each edge, by its start and its end."""
+
+
+class TwoSides:
+    """Divides names into a first and a second side, so that the sum of costs is the smallest.
+
+    The order of the calls does not matter. Of equally cheap divisions, the result is the one
+    with the smallest first side. Costs are not negative and have any unit.
+
+    Alone, "b" is cheaper on the second side. But "a" belongs on the first side, and dividing
+    the two costs more than "b" saves:
+
+    >>> sides = TwoSides()
+    >>> sides.cost("a", on_first=1, on_second=5)
+    >>> sides.cost("b", on_first=3, on_second=2)
+    >>> sides.cost_apart("a", "b", 4)
+    >>> sorted(sides.first_side())
+    ['a', 'b']
+    """
+
+    def __init__(self) -> None:
+        self._capacities: _Capacities = {}
+        self._total = 0.0
+
+    def cost(self, name: str, *, on_first: float, on_second: float) -> None:
+        """Add what a name costs on each side."""
+        # A name on the second side is apart from `_FIRST`, which is always on the first
+        self.cost_apart(_FIRST, name, on_second)
+        self.cost_apart(name, _SECOND, on_first)
+
+    def cost_apart(self, first: str, second: str, cost: float) -> None:
+        """Add what it costs if `first` is on the first side and `second` on the second.
+
+        The other way round, they cost nothing.
+        """
+        capacities = self._capacities_from(first, second)
+        capacities[second] += cost
+        self._total += cost
+
+    def forbid(self, first: str, second: str) -> None:
+        """Refuse that `first` is on the first side and `second` on the second."""
+        capacities = self._capacities_from(first, second)
+        capacities[second] = math.inf
+
+    def _capacities_from(self, start: str, end: str) -> dict[str, float]:
+        """Return the capacities of the edges that begin at `start`, by their ends.
+
+        The edge to `end` and the one back are among the edges afterwards.
+        """
+        capacities = self._capacities.setdefault(start, {})
+        capacities.setdefault(end, 0.0)
+        # A later path may take back flow, against the direction of the edge
+        back = self._capacities.setdefault(end, {})
+        back.setdefault(start, 0.0)
+        return capacities
+
+    def first_side(self) -> set[str]:
+        """Return the names on the first side."""
+        residual: _Capacities = {}
+        # Sorted, so that the flow does not depend on the order of the calls
+        for name in sorted(self._capacities):
+            capacities = self._capacities[name]
+            residual[name] = dict(sorted(capacities.items()))
+        tolerance = _TOLERANCE * self._total
+        predecessors = _reached(residual, tolerance)
+        while _SECOND in predecessors:
+            _send(residual, predecessors)
+            predecessors = _reached(residual, tolerance)
+        return predecessors.keys() - {_FIRST}
+
+
+def _reached(residual: _Capacities, tolerance: float) -> dict[str, str]:
+    """Return the names that more flow can reach from `_FIRST`, each with the name before it on
+    a shortest path.
+    """
+    predecessors = {_FIRST: ""}
+    waiting = deque([_FIRST])
+    while waiting:
+        name = waiting.popleft()
+        capacities = residual.get(name, {})
+        for end, capacity in capacities.items():
+            if capacity > tolerance and end not in predecessors:
+                predecessors[end] = name
+                waiting.append(end)
+    return predecessors
+
+
+def _send(residual: _Capacities, predecessors: dict[str, str]) -> None:
+    """Send as much flow as fits along the path to `_SECOND`, and update what is left."""
+    edges: list[tuple[str, str]] = []
+    amount = math.inf
+    end = _SECOND
+    while end != _FIRST:
+        start = predecessors[end]
+        edges.append((start, end))
+        amount = min(amount, residual[start][end])
+        end = start
+    for start, end in edges:
+        residual[start][end] -= amount
+        residual[end][start] += amount
+
 
 # Integers and floats may need different layouts in memory
 _LAYOUTS = ("Transpose", "ReorderInput", "ReorderOutput")
@@ -165,24 +280,21 @@ def measured_costs(
     names = list(dict.fromkeys((*quantized.names, *bare.names)))
     integers = dict.fromkeys(names, 0.0)
     floats = dict.fromkeys(names, 0.0)
-    borders: dict[Key, list[BorderCost]] = {point.key: [] for point in points}
     for pair in pairs:
-        # The sum of a cost over batches is then its average
-        share_of_second = 1 / len(pairs) / max(pair.bare.seconds, 1e-9)
+        share_of_second = _share_of_second(pair, pairs)
         # Their time is a cost of borders
         at_borders = _quantizing_kernels(pair.quantized, points)
         for block, seconds in quantized.seconds(pair.quantized, at_borders).items():
             integers[block] += share_of_second * seconds
         for block, seconds in bare.seconds(pair.bare).items():
             floats[block] += share_of_second * seconds
-        rates = _Rates.of(pair)
-        for point in points:
-            border = _border_cost(
-                point, quantized, pair, rates=rates, share_of_second=share_of_second
-            )
-            borders[point.key].append(border)
     costs = {name: BlockCost(integers[name], floats[name]) for name in names}
-    return Costs(costs, tuple(_summed(parts) for parts in borders.values()))
+    return Costs(costs, tuple(_border_cost(point, quantized, pairs) for point in points))
+
+
+def _share_of_second(pair: ProfiledPair, pairs: Sequence[ProfiledPair]) -> float:
+    """Return what one second with a batch adds to a cost, which is an average over batches."""
+    return 1 / len(pairs) / max(pair.bare.seconds, 1e-9)
 
 
 def block_milliseconds(
@@ -215,25 +327,6 @@ def _quantizing_kernels(profile: Profile, points: Iterable[QuantizationPoint]) -
     return kernels
 
 
-@dataclass(frozen=True)
-class _Rates:
-    """The seconds that one element takes in kernels that convert it."""
-
-    quantize: float
-    dequantize: float
-    rearrange: float
-
-    @classmethod
-    def of(cls, pair: ProfiledPair) -> _Rates:
-        """Return the rates of the kernels in both profiles."""
-        kernels = (*pair.quantized.kernels, *pair.bare.kernels)
-        return cls(
-            _rate(kernels, ("QuantizeLinear",)),
-            _rate(kernels, ("DequantizeLinear",)),
-            _rate(kernels, _LAYOUTS),
-        )
-
-
 def _rate(kernels: Iterable[Kernel], op_types: Collection[str]) -> float:
     """Return the seconds for an element of the outputs of kernels of some types."""
     seconds = 0.0
@@ -246,14 +339,9 @@ def _rate(kernels: Iterable[Kernel], op_types: Collection[str]) -> float:
 
 
 def _border_cost(
-    point: QuantizationPoint,
-    blocks: BlockMap,
-    pair: ProfiledPair,
-    *,
-    rates: _Rates,
-    share_of_second: float,
+    point: QuantizationPoint, blocks: BlockMap, pairs: Sequence[ProfiledPair]
 ) -> BorderCost:
-    """Return the cost of an activation at the border of its block, for one batch.
+    """Return the cost of an activation at the border of its block, on average over batches.
 
     A QuantizeLinear that is fused with its block has no kernel in the profile. Its time, and
     that of each DequantizeLinear, is estimated from the number of elements.
@@ -261,35 +349,42 @@ def _border_cost(
     Args:
         point: where the activation is quantized.
         blocks: of the file with all activations quantized.
-        pair: the profiles with the batch.
-        rates: of the same profiles.
-        share_of_second: what one second with this batch adds to a cost.
+        pairs: the profiles, one pair for each batch.
     """
-    quantizing = _quantizing_kernels(pair.quantized, [point])
-    is_fused = not quantizing
-    to_integers = sum(kernel.seconds for kernel in quantizing)
-    types: dict[str, str] = {}
-    for node in pair.quantized.optimized.graph.node:
-        types[original_name(node.name)] = node.op_type
+    is_fused = not _quantizing_kernels(pairs[0].quantized, [point])
     readers: set[str] = set()
     others: set[str] = set()
-    for name in point.readers:
-        block = blocks.block_of_node(name)
-        if _reads_codes(types.get(name, "")):
-            readers.add(block)
-        elif block != point.block:
-            others.add(block)
-    size = pair.elements(point.key)
-    if is_fused:
-        to_integers = size * (rates.quantize + rates.rearrange)
+    to_integers = 0.0
+    to_floats = 0.0
+    for pair in pairs:
+        kernels = (*pair.quantized.kernels, *pair.bare.kernels)
+        size = pair.elements(point.key)
+        rearranging = _rate(kernels, _LAYOUTS)
+        quantizing = _quantizing_kernels(pair.quantized, [point])
+        seconds = sum(kernel.seconds for kernel in quantizing)
+        if not quantizing:
+            seconds = size * (_rate(kernels, ("QuantizeLinear",)) + rearranging)
+        share_of_second = _share_of_second(pair, pairs)
+        to_integers += share_of_second * seconds
+        seconds = size * (_rate(kernels, ("DequantizeLinear",)) + rearranging)
+        to_floats += share_of_second * seconds
+        types: dict[str, str] = {}
+        for node in pair.quantized.optimized.graph.node:
+            types[original_name(node.name)] = node.op_type
+        for name in point.readers:
+            block = blocks.block_of_node(name)
+            if _reads_codes(types.get(name, "")):
+                readers.add(block)
+            elif block != point.block:
+                others.add(block)
     return BorderCost(
         point.key,
         point.block,
         frozenset(readers),
         frozenset(others),
         is_fused,
-        share_of_second * to_integers,
-        share_of_second * size * (rates.dequantize + rates.rearrange),
+        to_integers,
+        to_floats,
     )
 
 
@@ -300,17 +395,3 @@ def _reads_codes(op_type: str) -> bool:
     (True, True, False)
     """
     return op_type.startswith(("QLinear", "QGemm", "QAttention")) or "Integer" in op_type
-
-
-def _summed(parts: Sequence[BorderCost]) -> BorderCost:
-    """Return the costs of an activation, summed over batches."""
-    first = parts[0]
-    return BorderCost(
-        first.key,
-        first.block,
-        frozenset().union(*(part.readers for part in parts)),
-        frozenset().union(*(part.others for part in parts)),
-        first.is_fused,
-        sum(part.to_integers for part in parts),
-        sum(part.to_floats for part in parts),
-    )

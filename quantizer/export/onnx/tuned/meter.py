@@ -1,15 +1,14 @@
 """Measures files in ONNX Runtime: kernel by kernel with its profiler, or whole, in turns."""
 
-import json
 import platform
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from math import prod
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, Protocol
+from typing import Any
 
 import onnx
 import onnxruntime
@@ -17,7 +16,8 @@ import torch
 from numpy.typing import NDArray
 from onnx import ModelProto
 
-from quantizer.export.onnx.speed import speeds_in_turns, timed_session
+from quantizer.export.onnx.executed import kernel_events, profiled
+from quantizer.export.onnx.speed import mean_seconds, speeds_in_turns, timed_session
 from quantizer.export.speed import Speed
 
 Feed = Mapping[str, NDArray[Any]]
@@ -30,7 +30,6 @@ _PROFILE_SECONDS = 1.0
 _SECONDS_FOR_EACH = 1.5
 # A round of a file takes at least so many seconds, so that short disturbances hardly count.
 _SHORTEST = 0.02
-_KERNEL = "_kernel_time"
 
 
 @dataclass(frozen=True)
@@ -62,28 +61,10 @@ class Profile:
         return sum(kernel.seconds for kernel in self.kernels)
 
 
-class Meter(Protocol):
-    """Measures serialized models on this machine."""
-
-    @property
-    def conditions(self) -> Mapping[str, Any]:
-        """Return what the times hold for: runtime, processor and threads."""
-        ...
-
-    def profile(self, model: bytes, feed: Feed) -> Profile:
-        """Return the time of each kernel."""
-        ...
-
-    def speeds(self, models: Sequence[bytes], floating: bytes, feed: Feed) -> list[Speed]:
-        """Return the speed of each model against the float network."""
-        ...
-
-
 class RuntimeMeter:
     """Measures with ONNX Runtime, on as many threads as torch has."""
 
-    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
-        self.clock = clock
+    def __init__(self) -> None:
         self.threads = torch.get_num_threads()
 
     @property
@@ -106,8 +87,7 @@ class RuntimeMeter:
         with TemporaryDirectory() as name:
             folder = Path(name)
             options = self._options()
-            options.enable_profiling = True
-            options.profile_file_prefix = str(folder / "profile")
+            profiled(options, name)
             optimized = folder / "optimized.onnx"
             options.optimized_model_filepath = str(optimized)
             session = timed_session(model, options)
@@ -117,8 +97,7 @@ class RuntimeMeter:
                 if is_long and index >= _MIN_RUNS:
                     break
                 session.run(None, feed)
-            events = json.loads(Path(session.end_profiling()).read_text("utf-8"))
-            return Profile(onnx.load(optimized), _fastest(events))
+            return Profile(onnx.load(optimized), _fastest(kernel_events(session)))
 
     def speeds(self, models: Sequence[bytes], floating: bytes, feed: Feed) -> list[Speed]:
         """Return the speed of each model against the float network, measured in turns."""
@@ -126,27 +105,17 @@ class RuntimeMeter:
         sessions = []
         for model in (first, floating, *others):
             sessions.append(timed_session(model, self._options()))
-        timers = [partial(self._seconds, session, feed) for session in sessions]
+        timers = [partial(mean_seconds, session, feed) for session in sessions]
         speeds = speeds_in_turns(
             timers, seconds=_SECONDS_FOR_EACH * len(timers), shortest=_SHORTEST
         )
         return [speed for speed in speeds if speed is not None]
 
-    def _seconds(self, session: onnxruntime.InferenceSession, feed: Feed, runs: int) -> float:
-        start = self.clock()
-        for _ in range(runs):
-            session.run(None, feed)
-        return (self.clock() - start) / runs
 
-
-def _fastest(events: Sequence[Mapping[str, Any]]) -> tuple[Kernel, ...]:
+def _fastest(events: Iterable[tuple[str, Mapping[str, Any]]]) -> tuple[Kernel, ...]:
     """Return the kernels of a profile, each with its fastest run."""
     kernels: dict[str, Kernel] = {}
-    for event in events:
-        name = event["name"]
-        if not name.endswith(_KERNEL):
-            continue
-        name = name.removesuffix(_KERNEL)
+    for name, event in events:
         # The profiler counts microseconds
         seconds = event["dur"] / 1e6
         if name in kernels and kernels[name].seconds <= seconds:

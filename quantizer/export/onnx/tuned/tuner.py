@@ -1,28 +1,94 @@
-"""Chooses which activations of an .onnx stay in float, by measuring files on this machine."""
+"""Chooses which activations of an .onnx stay in float, by measuring files on this machine.
 
-from collections.abc import Callable, Sequence
+torch.onnx translates the network once. For each file only the quantizations are lowered again.
+"""
+
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from math import prod
 from typing import Any
 
+import onnx_ir as ir
+import torch
 from onnx import ModelProto
 
 from quantizer.calibration.fingerprint import input_shapes
+from quantizer.calibration.solution import Solution
+from quantizer.config.roles import is_parameter
 from quantizer.errors import UsageError
 from quantizer.export.deployment import Deployment
 from quantizer.export.layer_choice import DEPLOY_FORMAT, LayerChoice, network_digest
+from quantizer.export.onnx.build import NetworkToWrite
 from quantizer.export.onnx.conventions import Conventions
+from quantizer.export.onnx.restated import with_activations
+from quantizer.export.onnx.speed import float_model
 from quantizer.export.onnx.tuned.blocks import START, BlockMap
 from quantizer.export.onnx.tuned.costs import ProfiledPair, block_milliseconds, measured_costs
-from quantizer.export.onnx.tuned.meter import Feed, Meter, Profile, RuntimeMeter
-from quantizer.export.onnx.tuned.trials import TrialFiles, activation_keys, without_activations
+from quantizer.export.onnx.tuned.meter import Feed, Profile, RuntimeMeter
 from quantizer.export.onnx.verify import DEFAULT, failures_named, named_inputs
 from quantizer.export.speed import Speed
 from quantizer.graph.ir import Graph
+from quantizer.nn.quantized_tensor import QuantizedTensor
 from quantizer.plan.model import Key
 
-METER: Callable[[], Meter] = RuntimeMeter
+# The gate of a hard-swish is between its ends in inputs of at most this magnitude.
+_GATE_END = 3.0
+# With fewer codes up to it, the nearest whole number would change the step too much.
+_MIN_CODES = 16
+
+
+def without_activations(
+    graph: Graph, solution: Solution, left_out: Collection[Key]
+) -> Solution:
+    """Return the solution without the activations `left_out`, rounded as kernels of integers
+    round: half to even.
+    """
+    tensors = dict(solution.tensors)
+    for key in left_out:
+        tensors.pop(key, None)
+    for key in _inputs_of_gates(graph):
+        if key in tensors:
+            tensors[key] = _with_whole_end(tensors[key])
+    reduced = replace(solution, tensors=tensors)
+    return with_activations(reduced, round_mode="half_even")
+
+
+def _inputs_of_gates(graph: Graph) -> Iterator[Key]:
+    """Yield the activations that only a hard-swish reads."""
+    for node in graph.nodes:
+        source = graph.source(node) if node.op == "hardswish" else None
+        if source is not None and graph.consumers[source.name] == (node.name,):
+            yield source.name, "activation"
+
+
+def _with_whole_end(tensor: QuantizedTensor) -> QuantizedTensor:
+    """Return an input of a hard-swish with a step that divides 3, if its codes reach -3.
+
+    The gate is then a Clip of these codes, without any error.
+    """
+    spec = tensor.spec
+    is_static_integer = spec.dtype == "int" and not spec.is_dynamic
+    if not is_static_integer or spec.scale_type != "float":
+        return tensor
+    if tensor.scale.numel() != 1:
+        return tensor
+    count = round(_GATE_END / float(tensor.scale))
+    if count < _MIN_CODES or int(tensor.zero_point) - spec.quant_min < count:
+        return tensor
+    return replace(tensor, scale=torch.full_like(tensor.scale, _GATE_END / count))
+
+
+def activation_keys(solution: Solution) -> tuple[Key, ...]:
+    """Return the layer and role of each quantized activation."""
+    keys: list[Key] = []
+    for layer, role in solution.tensors:
+        if not is_parameter(role):
+            keys.append((layer, role))
+    return tuple(keys)
+
+
+METER: Callable[[], RuntimeMeter] = RuntimeMeter
 """Returns an object that measures files. Tests put another one here."""
 _MOST_SAMPLES = 10
 """The most samples of the larger batch that is measured. The smaller one has one sample."""
@@ -48,10 +114,8 @@ class _Trial:
     speeds: tuple[Speed, ...] = ()
 
 
-def choose_layers(
-    deployment: Deployment, weights: str, conventions: Conventions
-) -> LayerChoice:
-    """Return what stays in float in the fastest file.
+class Tuner:
+    """Measures the files of one network.
 
     Args:
         deployment: a network with all its quantizations.
@@ -59,30 +123,31 @@ def choose_layers(
         conventions: of the profile.
 
     Raises:
-        UsageError: the machine is too busy to measure, or the network is too large.
+        UsageError: the network is too large to measure.
         VerificationError: ONNX Runtime cannot run a file.
     """
-    return _Tuner(deployment, weights, conventions).choice()
-
-
-class _Tuner:
-    """Measures the files of one network."""
 
     def __init__(self, deployment: Deployment, weights: str, conventions: Conventions) -> None:
-        self.deployment = deployment
         self.name = f"{deployment.graph.model}.onnx"
         self.weights = weights
+        self.conventions = conventions
         self.meter = METER()
-        self.files = TrialFiles(deployment, weights, conventions)
-        self.keys = activation_keys(deployment.solution)
-        if self.files.floating is None:
+        to_write = NetworkToWrite.of(deployment, weights, conventions)
+        # A file with fewer quantizations could do with an older operator set
+        self.deployment = replace(deployment, opset=to_write.opset)
+        self.quantizations = to_write.quantizations
+        model = to_write.translated()
+        floating = float_model(model)
+        if floating is None:
             raise UsageError(
                 "<--onnx_profile tuned> cannot measure a network of more than 1 GB",
                 help="use <--onnx_profile fast>",
             )
-        self.floating: bytes = self.files.floating
-        quantized = self.files.file(())
-        bare = self.files.file(self.keys)
+        self.floating = floating
+        self.translated = ir.to_proto(model)
+        self.keys = activation_keys(deployment.solution)
+        quantized = self.file(())
+        bare = self.file(self.keys)
         self.quantized_blocks = BlockMap(quantized)
         self.bare_blocks = BlockMap(bare)
         self.sizes, self.feeds = _feeds(deployment, quantized)
@@ -94,13 +159,39 @@ class _Tuner:
             pair = ProfiledPair(in_integers, in_float, elements)
             self.pairs.append(pair)
 
+    def file(self, left_out: Collection[Key]) -> ModelProto:
+        """Return the file that leaves the activations `left_out` in float.
+
+        Its biases are those of the network with all quantizations. Their values do not change
+        how long the file takes.
+        """
+        deployment = self.deployment
+        solution = without_activations(deployment.graph, deployment.solution, left_out)
+        deployment = replace(deployment, solution=solution)
+        to_write = NetworkToWrite.of(deployment, self.weights, self.conventions)
+        stated = to_write.stated.tensors
+        quantizations: list[tuple[Key, QuantizedTensor]] = []
+        absent: set[Key] = set()
+        # Marks refer to quantizations by index, so an absent one keeps its place in the list
+        for key, tensor in self.quantizations:
+            if key not in stated:
+                absent.add(key)
+            quantizations.append((key, stated.get(key, tensor)))
+        model = ir.from_proto(self.translated)
+        return to_write.lowered(model, quantizations, absent)
+
     def _profile(self, model: ModelProto, feed: Feed) -> Profile:
         content = model.SerializeToString()
         with failures_named(DEFAULT, self.name):
             return self.meter.profile(content, feed)
 
     def choice(self) -> LayerChoice:
-        """Return what the fastest file leaves in float."""
+        """Return what the fastest file leaves in float.
+
+        Raises:
+            UsageError: the machine is too busy to measure.
+            VerificationError: ONNX Runtime cannot run a file.
+        """
         trials = self._measured(self._trials())
         fastest = fastest_trial(trials)
         left_out = sorted(fastest.left_out)
@@ -152,7 +243,7 @@ class _Tuner:
         """
         models: list[bytes] = []
         for trial in trials:
-            file = self.files.file(trial.left_out)
+            file = self.file(trial.left_out)
             content = file.SerializeToString()
             models.append(content)
         measured = list(trials)

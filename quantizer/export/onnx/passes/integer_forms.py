@@ -1,8 +1,12 @@
-"""For `--onnx_profile fast` and `tuned`: quantizes the gates of hard-swish and SiLU to 8 bits.
+"""Writes operators in the form for which engines have kernels of integers.
 
-x * gate(x) then runs as QLinearMul, and a sigmoid as a table, instead of in floats. A
-hard-sigmoid is clamp(a x + b, 0, 1). If x has codes where it is 0 and 1, it is a Clip of these
-codes, read with another scale and zero point.
+torch.onnx writes an average pool with one output as ReduceMean, which ONNX Runtime computes in
+floats. Between quantized values, GlobalAveragePool runs as QLinearGlobalAveragePool.
+
+For `--onnx_profile fast` and `tuned`, the gates of hard-swish and SiLU get 8 bits. x * gate(x)
+then runs as QLinearMul, and a sigmoid as a table, instead of in floats. A hard-sigmoid is
+clamp(a x + b, 0, 1). If x has codes where it is 0 and 1, it is a Clip of these codes, read with
+another scale and zero point.
 
 Otherwise it is an Add: x + b / a with codes from 0 to 1 / a. Their ends clamp it. Read with a
 scale a times as large, the codes are those of the gate. So it runs as QLinearAdd.
@@ -21,6 +25,8 @@ from quantizer.export.onnx.builder import (
 from quantizer.export.onnx.marks import Lowering
 from quantizer.export.onnx.tensors import UINT8
 
+# The first two axes of an image are samples and channels.
+_FIRST_POSITION = 2
 # Gates are between 0 and 1
 _GATE_STEP = 1 / 255
 # How far a number of steps may be from a whole one to count as whole
@@ -180,3 +186,32 @@ def _dequantized(builder: NodeBuilder, value: ir.Value, *, step: float) -> ir.Va
     codes = builder.add("QuantizeLinear", value, scale, zero_point)
     gate_scale = builder.constant("gate.scale", _GATE_STEP)
     return builder.add("DequantizeLinear", codes, gate_scale, zero_point)
+
+
+def pool_globally(model: ir.Model, lowering: Lowering) -> None:
+    """Replace each ReduceMean over all positions whose input and output are quantized."""
+    for node in list(model.graph):
+        if node.op_type != "ReduceMean" or not _averages_positions(node):
+            continue
+        x = node.inputs[0]
+        if x is None or producer_of(x, "DequantizeLinear") is None:
+            continue
+        if not is_quantized(node.outputs[0]):
+            continue
+        builder = NodeBuilder(str(node.name), node)
+        mean = builder.add("GlobalAveragePool", x, node_name=str(node.name))
+        replace_node(node, mean)
+
+
+def _averages_positions(node: ir.Node) -> bool:
+    """Return whether a ReduceMean keeps samples and channels, and the number of axes."""
+    x = node.inputs[0]
+    axes = array_of(node.inputs[1]) if len(node.inputs) > 1 else None
+    if x is None or x.shape is None or axes is None:
+        return False
+    if node.attributes.get_int("keepdims", 1) != 1:
+        return False
+    rank = len(x.shape)
+    positions = list(range(_FIRST_POSITION, rank))
+    reduced = sorted(int(axis) % rank for axis in axes)
+    return rank > _FIRST_POSITION and reduced == positions
