@@ -62,11 +62,6 @@ _BATCH = Dim("batch", min=1)
 _BATCH_OF_A_DEVICE = Dim("batch", min=1, max=65535)
 """On a GPU, torch promises batch normalization for no larger batches. Graphs have no limit."""
 _FIXED_BATCH = "%s fixes its batch size at %d: only such batches can run%s"
-_CONVOLUTIONS = (
-    torch.ops.aten.conv1d.default,
-    torch.ops.aten.conv2d.default,
-    torch.ops.aten.conv3d.default,
-)
 _NO_STACK_TRACES = "do_not_emit_stack_traces"
 
 
@@ -229,32 +224,12 @@ def _export_batches(
     if program is None:
         program = _export(module, *call, batch=None)
     if choices:
-        remedy = _undeclared_arguments(module, call) or _missing_axis(program)
+        from quantizer.graph.tracing.trace_errors import missing_axis, undeclared_arguments
+
+        remedy = undeclared_arguments(module, call) or missing_axis(program)
         size = samples_in(call, choices[0])
         logger.warning(_FIXED_BATCH, type(module).__name__, size, remedy)
     return call, program
-
-
-def _missing_axis(program: ExportedProgram) -> str:
-    """Return the remedy for images that have no axis of samples, "" if they have it."""
-    for node in program.graph.find_nodes(op="placeholder"):
-        for reader in node.users:
-            if reader.target not in _CONVOLUTIONS or reader.args[0] is not node:
-                continue
-            shape = list(node.meta["val"].shape)
-            weight = reader.args[1]
-            if len(shape) < weight.meta["val"].dim():
-                return f"; {shape} has no axis of samples: add it with unsqueeze(0)"
-    return ""
-
-
-def _undeclared_arguments(module: nn.Module, call: Call) -> str:
-    """Return the remedy for keyword arguments that `forward` does not declare, "" without."""
-    parameters = inspect.signature(module.forward).parameters
-    catch_all = [name for name, value in parameters.items() if value.kind == value.VAR_KEYWORD]
-    if not catch_all or call[1].keys() <= parameters.keys():
-        return ""
-    return f"; name the arguments in forward() instead of taking **{catch_all[0]}"
 
 
 def _batch_dimensions(call: Call) -> list[Dim]:

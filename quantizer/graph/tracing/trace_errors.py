@@ -1,17 +1,25 @@
-"""The sentences for traces that fail: the reason, and the line of the user's code."""
+"""The sentences for traces that fail or fix the number of samples: the reason, what to do."""
 
+import inspect
 import re
 import traceback
 
 import torch
 from torch import nn
+from torch.export import ExportedProgram
 
 from quantizer.config.wording import with_article
 from quantizer.errors import ModelError, SameForAllExamplesError, UntraceableError
+from quantizer.graph.ir import Call
 
 _UNKNOWN_OUTPUT = re.compile(r"Found <class '(?:[\w.]+\.)?(\w+)'> in output, which is not")
 """The beginning of torch's message about an output of a class that it does not know."""
 _RECURRENT = ("torch/nn/modules/rnn.py", "torch/nn/utils/rnn.py")
+_CONVOLUTIONS = (
+    torch.ops.aten.conv1d.default,
+    torch.ops.aten.conv2d.default,
+    torch.ops.aten.conv3d.default,
+)
 NOT_USER_CODE = ("/torch/", "/sympy/", "/quantizer/graph/", "contextlib")
 """Parts of the paths of files that are not the user's."""
 
@@ -92,3 +100,25 @@ def place_of(error: BaseException) -> str:
             line = frame.line or ""
             return f" at line {frame.lineno} of {file}: {line}".rstrip(": ")
     return ""
+
+
+def missing_axis(program: ExportedProgram) -> str:
+    """Return the remedy for images that have no axis of samples, "" if they have it."""
+    for node in program.graph.find_nodes(op="placeholder"):
+        for reader in node.users:
+            if reader.target not in _CONVOLUTIONS or reader.args[0] is not node:
+                continue
+            shape = list(node.meta["val"].shape)
+            weight = reader.args[1]
+            if len(shape) < weight.meta["val"].dim():
+                return f"; {shape} has no axis of samples: add it with unsqueeze(0)"
+    return ""
+
+
+def undeclared_arguments(module: nn.Module, call: Call) -> str:
+    """Return the remedy for keyword arguments that `forward` does not declare, "" without."""
+    parameters = inspect.signature(module.forward).parameters
+    catch_all = [name for name, value in parameters.items() if value.kind == value.VAR_KEYWORD]
+    if not catch_all or call[1].keys() <= parameters.keys():
+        return ""
+    return f"; name the arguments in forward() instead of taking **{catch_all[0]}"
