@@ -182,3 +182,16 @@ def passes_shifts(node: Node) -> bool:
     if node.attrs.get("divisor_override") is not None:
         return False
     return node.row.kind == "passthrough" or not is_padded(node.attrs)
+
+
+def maker(graph: Graph, name: str) -> str:
+    """Return the node that made a moved value; of one of several results, the node that picks
+    it out of them.
+    """
+    node = graph.by_name[name]
+    while node.row.kind == "passthrough":
+        source = graph.source(node)
+        if source is None or (node.op == "getitem" and source.row.kind != "passthrough"):
+            break
+        node = source
+    return node.name

@@ -437,16 +437,3 @@ def rewire(graph: Graph, moved: Mapping[str, str], absorbed: Mapping[str, str]) 
     history = {**graph.absorbed, **absorbed}
     remaining = graph.replaced(nodes=nodes, absorbed=history)
     return remaining.reading(final)
-
-
-def maker(graph: Graph, name: str) -> str:
-    """Return the node that made a moved value; of one of several results, the node that picks
-    it out of them.
-    """
-    node = graph.by_name[name]
-    while node.row.kind == "passthrough":
-        source = graph.source(node)
-        if source is None or (node.op == "getitem" and source.row.kind != "passthrough"):
-            break
-        node = source
-    return node.name

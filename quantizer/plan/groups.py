@@ -6,7 +6,8 @@ from collections.abc import Container, Iterable
 
 from quantizer.errors import or_without
 from quantizer.graph.channels.axis_rules import PADDED, pads_zeros
-from quantizer.graph.ir import Graph, Node, maker, readers
+from quantizer.graph.edits import maker
+from quantizer.graph.ir import Graph, Node, readers
 from quantizer.graph.op_row import ELEMENTWISE
 from quantizer.plan.floating import (
     ARGUMENT,

@@ -7,29 +7,8 @@ from quantizer.config.model import ConfigRule, Role, Selector
 from quantizer.graph.ir import Graph, Node
 from quantizer.plan.model import Key, RuleMatch
 
-# Weakest first: a rule of a higher rank overrides others, field by field
-RANKS = ("all", "weighted", "type", "pattern", "path", "name", "exclude", "cache")
 
 
-@dataclass(frozen=True)
-class Match:
-    """The layers that a selector matches.
-
-    Attributes:
-        layers: their names.
-        rank: how specific the selector is, an index into `RANKS`.
-        note: what the selector was read as, if it was not taken literally.
-        absorbed: matched layers that were folded into others.
-        keys: for a selector of the key-value cache, the inputs of attentions that it selects.
-        named: for such a selector, the layers that it names.
-    """
-
-    layers: tuple[str, ...]
-    rank: int
-    note: str | None = None
-    absorbed: tuple[str, ...] = ()
-    keys: tuple[Key, ...] = ()
-    named: tuple[str, ...] = ()
 
 
 @dataclass

@@ -32,7 +32,8 @@ from quantizer.graph.channels.labels import (
     run_node,
 )
 from quantizer.graph.channels.provenance import is_pointwise
-from quantizer.graph.ir import Graph, Node, maker, map_refs
+from quantizer.graph.edits import maker
+from quantizer.graph.ir import Graph, Node, map_refs
 from quantizer.graph.targets import call
 from quantizer.storage.deferred_tensor import loaded
 
