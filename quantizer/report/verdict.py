@@ -17,7 +17,7 @@ from quantizer.evaluation.output_warnings import NOTES
 from quantizer.graph.names import path_names
 from quantizer.graph.tracing.untraced import Untraced
 from quantizer.numerics.codes import bits_of
-from quantizer.plan.model import Plan
+from quantizer.plan.model import Key, Plan
 from quantizer.plan.resolve import NO_RULES
 from quantizer.plan.size import weight_bytes
 from quantizer.report.next_step import (
