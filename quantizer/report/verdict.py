@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from quantizer.comparison.samples import worst_words
 from quantizer.config.json_types import JsonMapping
@@ -17,7 +17,7 @@ from quantizer.evaluation.output_warnings import NOTES
 from quantizer.graph.names import path_names
 from quantizer.graph.tracing.untraced import Untraced
 from quantizer.numerics.codes import bits_of
-from quantizer.plan.model import Plan
+from quantizer.plan.model import Key, Plan
 from quantizer.plan.resolve import NO_RULES
 from quantizer.plan.size import weight_bytes
 from quantizer.report.next_step import (
@@ -33,15 +33,27 @@ from quantizer.report.next_step import (
 from quantizer.report.tables import describe_spec, number_text
 from quantizer.storage.process_memory import size_text
 
-if TYPE_CHECKING:
-    from quantizer.export.agreement import Verification
-
 MAX_LINES = 8
 _MAX_METRICS = 3
 _MAX_NAMES = 3
 _MOST_PERCENT = 200
 _NOTHING = Untraced()
 _BYTES = ("int8", "uint8")
+
+
+class VerifiedFile(Protocol):
+    """What a verdict takes from the verification of a file; see `Verification`."""
+
+    @property
+    def in_runtime(self) -> tuple[str, Mapping[str, str] | None]: ...
+    @property
+    def limits(self) -> tuple[str, ...]: ...
+    @property
+    def float_activations(self) -> tuple[Key, ...]: ...
+    @property
+    def activation_codes(self) -> str: ...
+    @property
+    def uint8_weights(self) -> tuple[str, ...]: ...
 
 
 @dataclass(frozen=True)
@@ -90,7 +102,7 @@ class VerdictFacts:
     def of(
         cls,
         plan: Plan,
-        verified: Verification | None = None,
+        verified: VerifiedFile | None = None,
         *,
         untraced: Untraced = _NOTHING,
         **facts: Any,
