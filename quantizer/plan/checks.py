@@ -14,8 +14,8 @@ from quantizer.config.rules.spec_rules import conflicts
 from quantizer.config.wording import listed
 from quantizer.graph.ir import Graph
 from quantizer.plan.axes import PlannedTensor
-from quantizer.plan.match import RANKS, MatchedRule
-from quantizer.plan.model import Key, TensorPlan
+from quantizer.plan.match import MatchedRule
+from quantizer.plan.model import RANKS, Key, TensorPlan
 
 _KEYS = {
     ("layered", "type"): "layer_type",

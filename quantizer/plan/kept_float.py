@@ -13,7 +13,8 @@ from quantizer.plan.floating import (
     outside_stubs,
     scaled_inputs,
 )
-from quantizer.plan.match import RANKS, MatchedRule
+from quantizer.plan.match import MatchedRule
+from quantizer.plan.model import RANKS
 
 FIRST_LAST = "keep_first_last_layer_accuracy"
 ROUTER = "chooses experts, and engines compute it in float"

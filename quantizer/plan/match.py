@@ -5,10 +5,7 @@ from dataclasses import dataclass, replace
 
 from quantizer.config.model import ConfigRule, Role, Selector
 from quantizer.graph.ir import Graph, Node
-from quantizer.plan.model import Key, RuleMatch
-
-
-
+from quantizer.plan.model import RANKS, Match, RuleMatch
 
 
 @dataclass

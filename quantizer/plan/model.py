@@ -20,6 +20,10 @@ Key = tuple[str, str]
 """A layer and a role, which together name one tensor."""
 TensorSpecs = Mapping[Key, QuantizationSpec]
 """How tensors are quantized."""
+RANKS = ("all", "weighted", "type", "pattern", "path", "name", "exclude", "cache")
+"""How specific a selector is, weakest first: a rule of a higher rank overrides others, field by
+field.
+"""
 _Value = TypeVar("_Value")
 _ENTRIES = ("input", "quant_stub")
 """Operators whose output is the network's input in the words of a config."""
@@ -168,6 +172,27 @@ class JoinDecision:
     lost_bits: Mapping[str, float]
     lost_db: float
     left: tuple[Key, ...] = ()
+
+
+@dataclass(frozen=True)
+class Match:
+    """The layers that a selector matches.
+
+    Attributes:
+        layers: their names.
+        rank: how specific the selector is, an index into `RANKS`.
+        note: what the selector was read as, if it was not taken literally.
+        absorbed: matched layers that were folded into others.
+        keys: for a selector of the key-value cache, the inputs of attentions that it selects.
+        named: for such a selector, the layers that it names.
+    """
+
+    layers: tuple[str, ...]
+    rank: int
+    note: str | None = None
+    absorbed: tuple[str, ...] = ()
+    keys: tuple[Key, ...] = ()
+    named: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from quantizer.plan.groups import layout
 from quantizer.plan.joining import joins
 from quantizer.plan.kept_float import FIRST_LAST, is_apart, layers_kept_float, residual
 from quantizer.plan.layout import Group, quantization_point
-from quantizer.plan.match import RANKS, MatchedRule, match
+from quantizer.plan.match import MatchedRule, match
 from quantizer.plan.merged_fields import (
     MergedSpec,
     count_effects,
@@ -29,7 +29,7 @@ from quantizer.plan.merged_fields import (
     field_origins,
     merged_spec,
 )
-from quantizer.plan.model import JoinPlan, Key, Plan, TensorPlan, output_role
+from quantizer.plan.model import RANKS, JoinPlan, Key, Plan, TensorPlan, output_role
 
 if TYPE_CHECKING:
     from quantizer.plan.cached_values import PlannedValue

@@ -18,8 +18,7 @@ from quantizer.graph.structure.language_parts import (
     router_layers,
     wide_layers,
 )
-from quantizer.plan.match import RANKS, Match
-from quantizer.plan.model import Key
+from quantizer.plan.model import RANKS, Key, Match
 from quantizer.plugins import if_command
 
 SELECTED_KINDS: Mapping[str, Callable[[Graph], list[str]]] = {

@@ -3,6 +3,7 @@ the file. A graph that tracing cannot produce is refused.
 """
 
 import math
+import operator
 from collections.abc import Iterator, Mapping
 from itertools import chain
 from pathlib import Path
@@ -120,7 +121,7 @@ _WIDTHS = frozenset(
 """Names of arguments whose largest number it may follow."""
 _BOUNDS = frozenset({"start", "end", "steps", "n", "m", "row", "col"})
 """Names of further such arguments of operators without inputs, such as `arange`."""
-_POWERS = ("pow", "lshift")
+_POWERS = (operator.pow.__name__, operator.lshift.__name__)
 
 Fault = tuple[str, str]
 """A place in graph.json, and what is wrong there."""

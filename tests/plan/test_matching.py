@@ -12,7 +12,8 @@ from quantizer.config import patterns
 from quantizer.config.model import ConfigRule, ResolvedConfig, Selector, Settings
 from quantizer.errors import UsageError
 from quantizer.graph.passes import run_passes
-from quantizer.plan.match import RANKS, Match, match
+from quantizer.plan.match import match
+from quantizer.plan.model import RANKS, Match
 from quantizer.plan.resolve import resolve_plan
 from quantizer.plan.selected import closest_layers
 

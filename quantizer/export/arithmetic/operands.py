@@ -7,7 +7,8 @@ from dataclasses import replace
 
 from quantizer.calibration.solution import Solution
 from quantizer.config.model import QuantizationSpec
-from quantizer.graph.ir import Graph, Node, maker
+from quantizer.graph.edits import maker
+from quantizer.graph.ir import Graph, Node
 from quantizer.plan.groups import layout
 from quantizer.plan.layout import PART_SCALE, Join, Layout
 from quantizer.plan.model import Key, TensorSpecs

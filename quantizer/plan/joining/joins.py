@@ -9,8 +9,8 @@ from dataclasses import replace
 from quantizer.config.model import ResolvedConfig
 from quantizer.graph.ir import Graph
 from quantizer.plan.layout import EVERY_JOIN, Group, Join, Layout, Multiplication
-from quantizer.plan.match import RANKS, MatchedRule
-from quantizer.plan.model import JoinDecision, JoinPlan, Key, Plan, part_name
+from quantizer.plan.match import MatchedRule
+from quantizer.plan.model import RANKS, JoinDecision, JoinPlan, Key, Plan, part_name
 
 OWN = "its parts keep their own quantization"
 CLOSE_DB = 9.0
