@@ -68,8 +68,8 @@ CLOCKS = {
     "calib": (
         *COMMON_CLOCKS,
         ("quantizer.cli.session", "trace_model", "trace"),
-        ("quantizer.cli.modes.calib_mode", "write_results", "write"),
-        ("quantizer.cli.modes.calib_mode", "write_report", "report"),
+        ("quantizer.cli.run_folder", "write_results", "write"),
+        ("quantizer.cli.run_folder", "write_report", "report"),
     ),
     "test": (
         *COMMON_CLOCKS,
