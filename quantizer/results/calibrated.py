@@ -1,5 +1,6 @@
 """Build the quantized network of a calibration, and the float graphs that it is compared with.
-The calibration is of this process, or of a result folder.
+The calibration is of this process, or of a result folder, whose model and config have to be the
+same.
 """
 
 import logging
