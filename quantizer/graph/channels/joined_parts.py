@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -19,8 +19,7 @@ from quantizer.graph.channels.labels import (
     filled_labels,
     numbered_labels,
 )
-from quantizer.graph.channels.output_parts import Output, OutputPart, PartRange
-from quantizer.graph.channels.provenance import Provenance, Seen
+from quantizer.graph.channels.provenance import OutputPart, PartRange, Provenance, Seen
 from quantizer.graph.channels.replay import FILLED, UNWRITTEN, ExampleValues, Replay
 from quantizer.graph.ir import Graph, Node
 from quantizer.graph.output_names import OTHERS, unique_names, unused_names
@@ -77,26 +76,28 @@ class _Group:
     place: PartRange | None
 
 
-def with_parts(provenance: Provenance, output: Output, taken: set[str]) -> Output:
-    """Return an output with its parts, itself if there is one part.
-
-    If all parts are along one axis, that is its `channel_axis`.
+def joined_parts(
+    provenance: Provenance, name: str, end: str, taken: set[str]
+) -> tuple[tuple[OutputPart, ...], PartLabels, int | None] | None:
+    """Return the parts of an output, what finds them, and the axis if all are along one; None
+    if there is one part.
 
     Args:
         provenance: of the graph.
-        output: as a whole.
+        name: of the output.
+        end: the node that makes it.
         taken: the names of all outputs and parts so far; those of these parts are added.
     """
     graph = provenance.graph
-    sources, carriers = provenance.sources(output.node)
-    replay = Replay(graph, output.node, sources, carriers)
+    sources, carriers = provenance.sources(end)
+    replay = Replay(graph, end, sources, carriers)
     labels: dict[str, int] = {}
     makers = {FILLED: ""}
-    for number, name in enumerate(sources, 1):
-        is_unwritten = provenance.maker(name).row.unwritten
-        labels[name] = UNWRITTEN if is_unwritten else number
+    for number, source in enumerate(sources, 1):
+        is_unwritten = provenance.maker(source).row.unwritten
+        labels[source] = UNWRITTEN if is_unwritten else number
         if not is_unwritten:
-            makers[number] = name
+            makers[number] = source
     places = _places(graph, replay, labels)
     if places is not None:
         makers = {label: makers[label] for label in _in_order(makers, places)}
@@ -104,7 +105,7 @@ def with_parts(provenance: Provenance, output: Output, taken: set[str]) -> Outpu
         del makers[FILLED]
     groups = _pooled(provenance, makers, places or {})
     if len(groups) < 2:
-        return output
+        return None
     numbers = torch.full((1 + len(sources),), UNWRITTEN)
     for number, group in enumerate(groups):
         numbers[group.labels] = number
@@ -113,9 +114,8 @@ def with_parts(provenance: Provenance, output: Output, taken: set[str]) -> Outpu
         if place is not None:
             axes.add(place.axis)
     axis = axes.pop() if len(axes) == 1 else None
-    parts = _named(provenance, output.name, groups, taken)
-    part_labels = PartLabels(replay, labels, numbers)
-    return replace(output, parts=parts, labels=part_labels, channel_axis=axis)
+    parts = _named(provenance, name, groups, taken)
+    return parts, PartLabels(replay, labels, numbers), axis
 
 
 def _in_order(makers: Mapping[int, str], places: Mapping[int, PartRange | None]) -> list[int]:

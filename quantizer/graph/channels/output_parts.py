@@ -12,7 +12,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from quantizer.errors import or_without
-from quantizer.graph.channels.provenance import Provenance
+from quantizer.graph.channels.provenance import OutputPart, Provenance
 from quantizer.graph.ir import Graph, Node
 from quantizer.graph.output_names import output_leaves
 from quantizer.graph.tracing.batch_axes import fixed_batch, has_open_batch
@@ -20,36 +20,6 @@ from quantizer.graph.tracing.batch_axes import fixed_batch, has_open_batch
 if TYPE_CHECKING:
     from quantizer.graph.channels.joined_parts import PartLabels
     from quantizer.graph.channels.row_order import RowOrder
-
-
-@dataclass(frozen=True)
-class PartRange:
-    """The place of a part that is all of an output between two indices of one axis."""
-
-    axis: int
-    start: int
-    stop: int
-
-
-@dataclass(frozen=True)
-class OutputPart:
-    """Values of an output that one layer makes.
-
-    Attributes:
-        name: unique among all outputs and parts of a network.
-        index: another name, where the part is a range along one axis, as in `0[4:7]`.
-        layer: the node that makes it, the last before it is joined; "" for what is filled in.
-        is_constant: whether it depends on no input.
-        pooled: how many sources it stands for.
-        place: where it is, if it is such a range.
-    """
-
-    name: str
-    index: str | None
-    layer: str
-    is_constant: bool = False
-    pooled: int = 1
-    place: PartRange | None = None
 
 
 @dataclass(frozen=True)
@@ -117,9 +87,12 @@ def _analysed(provenance: Provenance, output: Output, taken: set[str]) -> Output
 
         output = replace(output, order=row_order(graph, output.node))
     if graph.by_name[output.node].is_float and provenance.joined[output.node]:
-        from quantizer.graph.channels.joined_parts import with_parts
+        from quantizer.graph.channels.joined_parts import joined_parts
 
-        output = with_parts(provenance, output, taken)
+        found = joined_parts(provenance, output.name, output.node, taken)
+        if found is not None:
+            parts, labels, axis = found
+            output = replace(output, parts=parts, labels=labels, channel_axis=axis)
     if output.channel_axis is None:
         axis, are_channels = _channel_axis(provenance, output)
         output = replace(output, channel_axis=axis, has_channels=are_channels)

@@ -170,3 +170,33 @@ class Provenance:
             node = self.graph.by_name[operand]
             operand = self.before(node)
         return node
+
+
+@dataclass(frozen=True)
+class PartRange:
+    """The place of a part that is all of an output between two indices of one axis."""
+
+    axis: int
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True)
+class OutputPart:
+    """Values of an output that one layer makes.
+
+    Attributes:
+        name: unique among all outputs and parts of a network.
+        index: another name, where the part is a range along one axis, as in `0[4:7]`.
+        layer: the node that makes it, the last before it is joined; "" for what is filled in.
+        is_constant: whether it depends on no input.
+        pooled: how many sources it stands for.
+        place: where it is, if it is such a range.
+    """
+
+    name: str
+    index: str | None
+    layer: str
+    is_constant: bool = False
+    pooled: int = 1
+    place: PartRange | None = None
