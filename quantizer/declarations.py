@@ -14,7 +14,7 @@ from quantizer.rows import NumberFormat, RangeMethod
 HIGHER = "higher"
 LOWER = "lower"
 FIT_INPUTS = "fits a config to the inputs of linear layers"
-"""What the part does that adds an algorithm to a config which is fitted to a model."""
+"""What a part does: it adds an algorithm to a config that is fitted to a model."""
 _TRANSPOSED_LINEAR = "Conv1D"
 """The linear layers of GPT-2, whose weights are transposed."""
 _logger = logging.getLogger(__name__)

@@ -1,6 +1,6 @@
-"""The processes of a run: which of them takes which batch, how they combine results, and the
-check that all are alike. Here is the interface, and its implementation for a single process. It
-does not import torch.distributed.
+"""The processes of a run: they share batches, combine results, and check that all are alike. Here
+is the interface, and its implementation for a single process. It does not import
+torch.distributed.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Distinguish the two file forms by their keys, name the keys of the hierarchical form and the
-blocks of their schemas, and find the plug-ins that these name and that are not there.
+"""Distinguish the two file forms by their keys. Name the keys of the hierarchical form and the
+blocks of their schemas. Find absent plug-ins that a schema names.
 """
 
 from collections.abc import Mapping

@@ -110,8 +110,7 @@ def _cache_levels(
     file: Document, path: tuple[str, ...], everywhere: _Specs
 ) -> Iterator[HierarchicalLevel]:
     """Yield the levels of an entry about the key-value cache: one for the keys or values that
-    its layers compute, and before it one for the other tensors of the layers, if the entry
-    states any.
+    its layers compute. If the entry states other tensors of the layers, one for these is first.
     """
     kind: Literal["cache", "cache_source"] = "cache"
     role: Role = "input"

@@ -125,7 +125,7 @@ _LIMITS = (
 
 
 def _has_other_groups(spec: QuantizationSpec) -> bool:
-    """Return whether groups are no whole blocks."""
+    """Return whether groups are not whole blocks."""
     size = spec.group_size or -1
     return spec.qscheme == "per_group" and size > 0 and size % GGUF_BLOCK != 0
 

@@ -275,7 +275,7 @@ def _unreadable(path: Path, why: object) -> UsageError:
 
 
 def _refused(why: str) -> UsageError:
-    """Return the error for a file that is no template of the model."""
+    """Return the error for a file that is not a template of the model."""
     return UsageError(why, help=SAME_MODEL_HELP)
 
 

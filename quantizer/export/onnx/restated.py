@@ -1,5 +1,5 @@
-"""Restates the tensors of a network in the form that the engine of a file has: weights as codes
-that ONNX Runtime has kernels for, with the same values, and activations as they are rounded.
+"""Restates the tensors of a network in the form that the engine of a file has. Weights become
+codes of the same values that ONNX Runtime has kernels for, and activations what is rounded.
 
 x86 processors without VNNI multiply uint8 inputs with int8 weights by vpmaddubsw, which adds
 two adjacent products in 16 bits. The sum saturates if both weights have the same sign and their

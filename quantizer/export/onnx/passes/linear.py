@@ -54,7 +54,7 @@ def straighten_linear(model: ir.Model, lowering: Lowering) -> None:
 
 
 def _swaps_two_axes(node: ir.Node) -> bool:
-    """Return whether a node is the Transpose of a matrix, whose result is no output."""
+    """Return whether a node is the Transpose of a matrix inside the graph."""
     if node.op_type != "Transpose" or node.outputs[0].is_graph_output():
         return False
     return list(node.attributes.get_ints("perm", ())) == [1, 0]
@@ -86,7 +86,7 @@ def _use_as_stored(node: ir.Node, weight: ir.Value) -> None:
 
 
 def _bias_after(product: ir.Node) -> tuple[ir.Node, ir.Value] | None:
-    """Return the Add that alone reads a product, and its bias; None if there is none."""
+    """Return the Add that is the only reader of a product, and its bias; None without one."""
     readers = product.outputs[0].consumers()
     if len(readers) != 1 or readers[0].op_type != "Add":
         return None

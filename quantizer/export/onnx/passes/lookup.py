@@ -1,5 +1,5 @@
-"""Looks up rows in the codes of a quantized table, so that no call dequantizes the whole table,
-and computes codes that follow from constants alone, such as table rows at fixed positions.
+"""Looks up rows in the codes of a quantized table, so that no call dequantizes the whole table.
+Computes codes that follow from constants alone, such as table rows at fixed positions.
 
 ONNX Runtime keeps DequantizeLinear for its kernels and does not compute it ahead. It would
 compute constant codes when it loads the file. OpenVINO fails on some.
