@@ -44,8 +44,8 @@ DISTRIBUTION = QuantizationSpec(symmetric=False, statistic="pooled")
 """The spec of the histogram of all values of a tensor, for any spec of the tensor."""
 _RESTART = "run without <--resume>"
 _Watch = tuple[TensorPlan, Callable[[Tensor], None], float | None]
-"""A tensor of a plan, a function that looks at its values, and a bound, if there is one. Beyond it
-the readers of the tensor do the same for all magnitudes.
+"""A tensor of a plan, a function that looks at its values, and a bound, if there is one. Beyond
+it the readers of the tensor do the same for all magnitudes.
 """
 
 

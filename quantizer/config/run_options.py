@@ -1,5 +1,5 @@
-"""The options of a run that both surfaces check in the same way: `--dynamic`, for sizes of inputs
-that stay open, and `--dpu_accuracy high`, for all methods that the DPU gains by.
+"""The options of a run that both surfaces check in the same way. `--dynamic` leaves sizes of
+inputs open. `--dpu_accuracy high` turns on all methods that help on the DPU.
 
 The DPU has one power-of-two scale per tensor, so a layer whose channels differ in range loses
 most of its weights. Equalization makes the channels alike, finetuning learns the rounding, bias

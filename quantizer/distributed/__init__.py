@@ -1,5 +1,5 @@
-"""The processes of a run: they share batches, combine results, and check that all are alike. Here
-is the interface, and its implementation for a single process. It does not import
+"""The processes of a run: they share batches, combine results, and check that all are alike.
+Here is the interface, and its implementation for a single process. It does not import
 torch.distributed.
 """
 

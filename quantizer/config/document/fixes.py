@@ -1,5 +1,5 @@
-"""Find what to write for the keys that a file lacks. Try proposed fixes on a copy of the file: a
-fix is offered only if it leaves fewer errors.
+"""Find what to write for the keys that a file lacks. Try proposed fixes on a copy of the file:
+a fix is offered only if it leaves fewer errors.
 """
 
 import json

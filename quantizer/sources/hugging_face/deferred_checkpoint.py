@@ -1,5 +1,5 @@
-"""The tensors of a Hugging Face folder. Build a model whose weights stay in their files until they
-are computed with. Keep what the class of the model does not use.
+"""The tensors of a Hugging Face folder. Build a model whose weights stay in their files until
+they are computed with. Keep what the class of the model does not use.
 
 Unused tensors of whole layers are carried through unchanged. Those that would change the result
 of a layer are refused.
