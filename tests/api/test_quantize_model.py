@@ -865,7 +865,7 @@ def test_channels_of_nothing_but_zeros_are_counted_and_stay_zero(
         ({"include_bias_corr": True}, "include_bias_corr .* needs a trace"),
         (
             {"quantizable_data_type": ["weights", "activation"]},
-            "has activation: the values between operators",
+            "has activation, values between operators, which needs a trace",
         ),
     ],
 )

@@ -127,7 +127,7 @@ def test_results_are_those_in_memory(
     name: str, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Only the graph of a folder says which code was traced
-    monkeypatch.setattr("quantizer.results.calibrated.model_code", lambda *call: None)
+    monkeypatch.setattr("quantizer.results.graph_file.model_code", lambda *call: None)
     (folder / "config.json").write_text(
         json.dumps(CONFIGS[name] | {"exclude": ["kind:head", "kind:embedding"]})
     )

@@ -234,7 +234,7 @@ def test_weights_in_files_are_rounded_as_those_in_memory(
     rounding, however many batches there are.
     """
     # Only the graph of a folder says which code was traced
-    monkeypatch.setattr("quantizer.results.calibrated.model_code", lambda *call: None)
+    monkeypatch.setattr("quantizer.results.graph_file.model_code", lambda *call: None)
     folder, found, ahead = saved(tmp_path / "model", llama()), [], list[Tensor]()
     prefetch, reads = DeferredTensor.prefetch, Counter[int]()
 

@@ -287,7 +287,7 @@ def test_few_samples_are_run_and_the_loader_is_not_asked_again(
     # the model calls
     assert compared == [faithful.COMPARED_SAMPLES[0], *faithful.COMPARED_SAMPLES, 2]
     asked.clear()
-    monkeypatch.setattr("quantizer.results.calibrated.compare_with_model", lambda *_, twice: ())
+    monkeypatch.setattr("quantizer.results.graph_file.compare_with_model", lambda *_, twice: ())
     calibrated(Sized(), Loader())
     assert len(asked) == passes
 

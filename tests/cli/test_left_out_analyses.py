@@ -24,7 +24,7 @@ class Net(nn.Module):
 
     def forward(self, x):
         joined = torch.cat([self.a(x), self.b(x)], 1).sigmoid() * 3
-        return joined, self.head(joined)
+        return joined, self.head(joined).sort(1).values
 
 def model():
     torch.manual_seed(0)
@@ -34,9 +34,9 @@ def calibration_data():
     return [torch.rand(4, 4) for _ in range(4)]
 """
 ANALYSES = {
-    "quantizer.plan.groups.computed_parts": "the parts of values that are computed from joined",
-    "quantizer.graph.channels.output_parts._with_parts": "the parts, rows and channels of",
-    "quantizer.graph.channels.output_parts.row_order": "the parts, rows and channels of",
+    "quantizer.graph.channels.origins.computed_parts": "the parts of values that are computed from joined",
+    "quantizer.graph.channels.joined_parts.joined_parts": "the parts, rows and channels of",
+    "quantizer.graph.channels.row_order.row_order": "the parts, rows and channels of",
     "quantizer.plan.fit.fitted_config.give_divided_heads_channels": "the step",
 }
 

@@ -34,7 +34,7 @@ def test_the_results_are_those_of_plain_tensors(
     same: str, toy: Toy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # The model's file has the data too, and the graph says which code was traced
-    monkeypatch.setattr("quantizer.results.calibrated.model_code", lambda *call: None)
+    monkeypatch.setattr("quantizer.results.graph_file.model_code", lambda *call: None)
     assert calibrate(tmp_path / "plain", model=toy(f"{X}; yield x")) == 0
     word = "" if "yield" in same else "yield "
     model = toy(f"{X}; {word}{same}")
