@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Generic, TypeVar
@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from torch import nn
 
     from quantizer.calibration.solution import Solution
-    from quantizer.config.model import QuantizationSpec
     from quantizer.export.agreement import Verification
     from quantizer.export.deployment import Deployment
     from quantizer.export.layer_choice import LayerChoice
@@ -52,47 +51,6 @@ class Refusal:
     def __post_init__(self) -> None:
         object.__setattr__(self, "why", Sentence(self.why))
         object.__setattr__(self, "help", Sentence(self.help))
-
-
-@dataclass(frozen=True)
-class Limit:
-    """A row of what an engine or a file can hold.
-
-    Attributes:
-        holds: whether a spec is within the limit.
-        why: what is said of others. `{spec}` and `{number_format}` stand for theirs.
-        help: what to change.
-    """
-
-    holds: Callable[[QuantizationSpec], bool]
-    why: str
-    help: str
-
-
-HALF_EVEN = Limit(
-    lambda spec: spec.round_mode == "half_even",
-    "is rounded by {spec.round_mode}, and the runtime rounds half to even",
-    "set its round_mode to half_even",
-)
-SCALES_OF_OUTPUTS = Limit(
-    lambda spec: spec.qscheme != "per_channel" or spec.ch_axis == 0,
-    "has a scale for each input",
-    "set its ch_axis to 0",
-)
-GROUPS_OF_INPUTS = Limit(
-    lambda spec: spec.qscheme != "per_group" or spec.ch_axis == 1,
-    "has groups of outputs",
-    "set its ch_axis to 1",
-)
-
-
-def beyond(limits: Iterable[Limit], spec: QuantizationSpec) -> Reason | None:
-    """Return why the first limit that does not hold a spec refuses it; None if all hold it."""
-    number_format = f"int{spec.bit_width}" if spec.dtype == "int" else spec.dtype
-    for limit in limits:
-        if not limit.holds(spec):
-            return limit.why.format(spec=spec, number_format=number_format), limit.help
-    return None
 
 
 class Exporter(ABC, Generic[Written]):

@@ -1,6 +1,11 @@
-"""What engines and files hold of a tensor: one row for each, which one function reads."""
+"""What engines and files hold of a tensor: rows that one function reads.
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+`Limits` has the settings of an engine that takes tensors by a few of these, and each reason is
+named. A list of `Limit` is for a format with conditions of its own, and the first that fails is
+named.
+"""
+
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from quantizer.config.model import QuantizationSpec
@@ -100,3 +105,48 @@ def _faults(limits: Limits, spec: QuantizationSpec) -> Iterator[Reason]:
 def _one_of(words: Iterable[object]) -> str:
     *others, last = map(str, words)
     return f"{', '.join(others)} or {last}" if others else last
+
+
+@dataclass(frozen=True)
+class Limit:
+    """A row of what an engine or a file can hold.
+
+    Attributes:
+        holds: whether a spec is within the limit.
+        why: what is said of others. `{spec}` and `{number_format}` stand for theirs.
+        help: what to change.
+    """
+
+    holds: Callable[[QuantizationSpec], bool]
+    why: str
+    help: str
+
+
+HALF_EVEN = Limit(
+    lambda spec: spec.round_mode == "half_even",
+    "is rounded by {spec.round_mode}, and the runtime rounds half to even",
+    "set its round_mode to half_even",
+)
+
+
+SCALES_OF_OUTPUTS = Limit(
+    lambda spec: spec.qscheme != "per_channel" or spec.ch_axis == 0,
+    "has a scale for each input",
+    "set its ch_axis to 0",
+)
+
+
+GROUPS_OF_INPUTS = Limit(
+    lambda spec: spec.qscheme != "per_group" or spec.ch_axis == 1,
+    "has groups of outputs",
+    "set its ch_axis to 1",
+)
+
+
+def beyond(limits: Iterable[Limit], spec: QuantizationSpec) -> Reason | None:
+    """Return why the first limit that does not hold a spec refuses it; None if all hold it."""
+    number_format = f"int{spec.bit_width}" if spec.dtype == "int" else spec.dtype
+    for limit in limits:
+        if not limit.holds(spec):
+            return limit.why.format(spec=spec, number_format=number_format), limit.help
+    return None

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 from quantizer.config.model import QuantizationSpec
 from quantizer.export.compressed_tensors.schemes import scale_difference
-from quantizer.export.exporter import HALF_EVEN, Limit, Reason, Refusal, beyond
+from quantizer.export.exporter import Reason, Refusal
+from quantizer.export.limits import HALF_EVEN, Limit, beyond
 from quantizer.export.model_tensors import cannot_store
 from quantizer.export.stored_weights import is_symmetric
 from quantizer.graph.ir import Graph

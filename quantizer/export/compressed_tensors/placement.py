@@ -15,13 +15,12 @@ from quantizer.export.compressed_tensors.cache import cache_refusals, cached_key
 from quantizer.export.compressed_tensors.experts import are_stored_as_one
 from quantizer.export.compressed_tensors.fusing import fused_refusals
 from quantizer.export.compressed_tensors.schemes import FP4_FORMATS, scale_difference
-from quantizer.export.exporter import (
+from quantizer.export.exporter import Reason, Refusal
+from quantizer.export.limits import (
     GROUPS_OF_INPUTS,
     HALF_EVEN,
     SCALES_OF_OUTPUTS,
     Limit,
-    Reason,
-    Refusal,
     beyond,
 )
 from quantizer.export.model_tensors import family_of

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from quantizer.config.model import QuantizationSpec
-from quantizer.export.exporter import GROUPS_OF_INPUTS, SCALES_OF_OUTPUTS, Limit, Reason, beyond
+from quantizer.export.exporter import Reason
+from quantizer.export.limits import GROUPS_OF_INPUTS, SCALES_OF_OUTPUTS, Limit, beyond
 from quantizer.export.stored_weights import is_symmetric, scales_by_row
 from quantizer.nn.quantized_tensor import QuantizedTensor
 from quantizer.numerics.codes import pack_bits

@@ -12,8 +12,9 @@ import torch
 
 from quantizer.config.roles import is_parameter
 from quantizer.export.arithmetic.operands import layer_input_spec, output_spec
-from quantizer.export.exporter import HALF_EVEN, Limit, Reason, Refusal, beyond
+from quantizer.export.exporter import Reason, Refusal
 from quantizer.export.kernels import Kernels
+from quantizer.export.limits import HALF_EVEN, Limit, beyond
 from quantizer.graph.ir import Graph, Node, Ref
 from quantizer.plan.groups import layout
 from quantizer.plan.layout import Layout
