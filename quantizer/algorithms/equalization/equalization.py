@@ -19,7 +19,7 @@ from torch import Tensor
 from quantizer.graph.channels.labels import NONE
 from quantizer.graph.edits import by_channel, rescale_weight, with_weights
 from quantizer.graph.ir import Graph, Node, PassChange
-from quantizer.graph.structure.definitions import Folds, Source
+from quantizer.graph.structure.folds import Folds, Source
 
 MIN_EXPONENT = 1 / 64
 """Factors below two to this power, one percent, count as none."""

@@ -16,7 +16,8 @@ from quantizer.config.wording import did_you_mean, listed
 from quantizer.graph.edits import channels_of
 from quantizer.graph.ir import Graph
 from quantizer.graph.names import BlockNames, module_of, module_paths
-from quantizer.graph.structure.definitions import Folds, InputGroup, ModuleBlock, Structure
+from quantizer.graph.structure.definitions import InputGroup, ModuleBlock, Structure
+from quantizer.graph.structure.folds import Folds
 
 _MIN_LAYERS = 2
 """How many multiplying layers a block has at least."""
