@@ -27,7 +27,7 @@ def test_test_mode_finds_the_same_without_a_trace(
             if name is None:
                 patched.setattr(tracing, "_export", refuse)
             else:
-                patched.setattr(f"quantizer.results.calibrated.{name}", value)
+                patched.setattr(f"quantizer.results.graph_file.{name}", value)
             assert check(calibrated, "--deploy", "safetensors") == 0
         files = ("layers.csv", "report.json", "export/ResNet.safetensors")
         found.append([(calibrated / file).read_bytes() for file in files])
