@@ -6,14 +6,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, Literal, cast, get_args
+from typing import Any, Literal, Protocol, cast, get_args
 
 from torch import Tensor
 
 from quantizer.calibration import fingerprint
 from quantizer.calibration.events import Events, LoggedEvents, Snapshot
 from quantizer.calibration.observing import Calibration
-from quantizer.calibration.snapshots import CheckpointStore, share_snapshot
 from quantizer.calibration.solution import Solution
 from quantizer.calibration.stretched_inputs import InputMagnitudes
 from quantizer.calibration.target import Target
@@ -76,6 +75,13 @@ Confirm = Callable[["CalibrationRequest", CalibrationState], CalibrationState | 
 """Called when the plan is made and nothing is changed yet. It raises if the plan cannot be
 used, and may return a state with another plan.
 """
+
+
+class CheckpointStore(Protocol):
+    """A place where stopped stages leave their snapshots."""
+
+    def restore(self, name: str, key: Mapping[str, Any]) -> Snapshot | None:
+        """Return the snapshot of a stage that a stopped run left, if this run resumes it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -182,6 +188,8 @@ class CalibrationRequest:
         is_stored = self.ranks.broadcast(snapshot is not None, place)
         if not is_stored:
             return None
+        from quantizer.calibration.snapshots import share_snapshot
+
         return share_snapshot(snapshot or Snapshot({}, {}), self.ranks, place)
 
     def first_batch(self) -> Batch:

@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Protocol, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -20,13 +20,6 @@ from quantizer.storage.files import damaged
 
 _AGAIN = "run without <--resume>"
 _T = TypeVar("_T")
-
-
-class CheckpointStore(Protocol):
-    """A place where stopped stages leave their snapshots."""
-
-    def restore(self, name: str, key: Mapping[str, Any]) -> Snapshot | None:
-        """Return the snapshot of a stage that a stopped run left, if this run resumes it."""
 
 
 def checked_statistics(tensors: Mapping[str, Tensor], path: Path | str) -> Mapping[str, Tensor]:

@@ -17,9 +17,9 @@ from quantizer.calibration.events import RunStage, Snapshot
 from quantizer.calibration.joins import decide_joins
 from quantizer.calibration.observing import Calibration
 from quantizer.calibration.request import CalibrationRequest, CalibrationState, Step, in_order
-from quantizer.calibration.snapshots import checked_statistics, other_run, reporting_damage
 from quantizer.calibration.stretched_inputs import InputMagnitudes
 from quantizer.config.diagnostics import ConfigError, with_place
+from quantizer.errors import CheckpointError
 from quantizer.option_words import Sentence, marked_text
 from quantizer.sources.batches import Batch
 from quantizer.storage.process_memory import TRIM_AFTER_GROWTH, trim_heap
@@ -107,9 +107,9 @@ def observe(request: CalibrationRequest, state: CalibrationState) -> Calibration
                     fingerprint = batches.seen
                 stage.advance(batches.seen["batches"])
             elif count == done and batches.seen != fingerprint:
-                raise other_run("the data differ")
+                raise _other_data()
         if count < done:
-            raise other_run("the data differ")
+            raise _other_data()
 
     # `done` counts the parts in which batches with padding are observed, this one the user's
     batches_done = fingerprint["batches"] if fingerprint else 0
@@ -143,6 +143,13 @@ def observe(request: CalibrationRequest, state: CalibrationState) -> Calibration
     return replace(state, calibration=calibration, inputs=inputs)
 
 
+def _other_data() -> CheckpointError:
+    """Return the error about a checkpoint whose data this run does not read."""
+    from quantizer.calibration.snapshots import other_run
+
+    return other_run("the data differ")
+
+
 def _resume(request: CalibrationRequest, calibration: Calibration) -> Any:
     """Load the statistics of a stopped run, if there are any.
 
@@ -152,6 +159,8 @@ def _resume(request: CalibrationRequest, calibration: Calibration) -> Any:
     snapshot = request.shared_snapshot("calibration")
     if snapshot is None:
         return None
+    from quantizer.calibration.snapshots import checked_statistics, reporting_damage
+
     with reporting_damage(_CHECKPOINT):
         calibration.load_state_dict(checked_statistics(snapshot.tensors, _CHECKPOINT))
         calibration.batches = operator.index(snapshot.state["batches"])

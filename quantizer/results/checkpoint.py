@@ -15,7 +15,6 @@ from torch import Tensor
 from quantizer.calibration import steps
 from quantizer.calibration.events import Events, RunStage, Snapshot
 from quantizer.calibration.request import CalibrationRequest, CalibrationState
-from quantizer.calibration.snapshots import other_run, reporting_damage
 from quantizer.config.wording import counted
 from quantizer.errors import BatchError, CheckpointError, DataError, QuantizerError, ResultError
 from quantizer.option_words import Sentence, marked_text
@@ -122,6 +121,8 @@ class Checkpoint:
         """
         if not self._info.exists():
             return None
+        from quantizer.calibration.snapshots import other_run, reporting_damage
+
         try:
             info = read_json(self._info)
         except ResultError as error:

@@ -10,7 +10,6 @@ from typing import Any
 
 from torch import Tensor
 
-from quantizer.calibration.snapshots import checked_statistics
 from quantizer.calibration.solution import Solution
 from quantizer.config.forms.form import missing_of_results, remedy
 from quantizer.config.model import Settings
@@ -148,6 +147,8 @@ class OpenedResults:
         Raises:
             ResultError: the file is damaged.
         """
+        from quantizer.calibration.snapshots import checked_statistics
+
         file = self.files[STATISTICS_FILE]
         return checked_statistics(read_tensors(file), file.path)
 

@@ -39,7 +39,7 @@ LAYERS = (
 )
 DEPTH = {room: depth for depth, layer in enumerate(LAYERS) for room in layer}
 ROOT_FILES = {"__init__", "__main__"}
-MOST_FILES, MOST_TOKENS = 246, 243_900
+MOST_FILES, MOST_TOKENS = 244, 239_500
 """What a calibration and a test of a small network may import of the package, together."""
 LAYOUT = (
     tokenize.COMMENT,
