@@ -86,6 +86,19 @@ def require_ownable(folder: Path) -> None:
         _list_of(folder)
 
 
+def refuse_earlier(folder: Path) -> None:
+    """Refuse the results of a version without lists, which only a calibration replaces.
+
+    Raises:
+        UsageError: the folder holds such results.
+    """
+    if not is_owned(folder) and _earlier_files(folder):
+        raise UsageError(
+            f"{folder} holds results of a version before 0.20, so nothing is written there",
+            help="give an empty folder, or one that does not exist",
+        )
+
+
 def _list_of(folder: Path) -> FolderList:
     """Return the list of a folder, or a new one.
 

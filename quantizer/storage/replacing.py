@@ -19,6 +19,7 @@ from quantizer.storage.ownership import (
     owned,
     owned_files,
     owner_of,
+    refuse_earlier,
     require_ownable,
     unmark,
 )
@@ -172,6 +173,7 @@ def require_replaceable_folder(path: Path) -> None:
         OSError: what is at `path` cannot be read.
     """
     require_no_input(path)
+    refuse_earlier(path)
     require_ownable(path)
     if is_owned(path):
         OwnedFolder(path.resolve()).require_only_ours()
@@ -223,6 +225,7 @@ def replaced_folder(path: Path) -> Iterator[Path]:
         OSError: the folder that contains `path` cannot be written.
     """
     require_no_input(path)
+    refuse_earlier(path)
     with owned(path) as owner:
         owner.require_only_ours()
         with owner.replaced_set(owner.list.files, is_whole=True) as new:

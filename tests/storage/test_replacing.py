@@ -4,7 +4,10 @@ quantizer's own or allowed to be replaced.
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import itertools
+import json
 import os
 import shutil
 import stat
@@ -24,6 +27,7 @@ from quantizer.storage.replacing import (
     replace_file,
     replaced_files,
     replaced_folder,
+    require_replaceable_folder,
 )
 
 
@@ -310,3 +314,18 @@ def test_a_set_of_files_is_old_or_new_whenever_its_writer_is_stopped(
             break
     assert stop_at > 10
     assert seen == {b"old", b"new"}
+
+
+def test_no_folder_replaces_results_of_a_version_without_lists(tmp_path: Path) -> None:
+    info = b"{}"
+    index = {"files": {"quant_info.json": hashlib.sha256(info).hexdigest()}}
+    (tmp_path / "quant_info.json").write_bytes(info)
+    (tmp_path / "checksums.json").write_text(json.dumps(index))
+    for check in (require_replaceable_folder, replaced_folder):
+        with (
+            pytest.raises(UsageError, match=r"holds results of a version before 0\.20"),
+            check(tmp_path) or contextlib.nullcontext(),
+        ):
+            pass
+    left = {path.name for path in tmp_path.iterdir()}
+    assert left == {"quant_info.json", "checksums.json"}
