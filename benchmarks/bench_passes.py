@@ -32,7 +32,7 @@ from quantizer.graph.ir import Graph
 from quantizer.graph.passes import run_passes
 from quantizer.graph.tracing.trace import trace
 from quantizer.layerwise.sequential_runner import SequentialRunner
-from quantizer.nn.image_layout import weights_last
+from quantizer.nn.layer import weights_last
 from quantizer.nn.network import Network
 from quantizer.plan.model import Plan
 from quantizer.plan.resolve import resolve_plan

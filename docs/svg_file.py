@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import re
 
-from quantizer.report.html import Markup
-from quantizer.report.page import figures
+from quantizer.printable import Markup
 from quantizer.report.page.figures import page_file
+from quantizer.report.page.plots import standalone
 
 
 def in_both_schemes(drawing: Markup) -> str:
     """Return the content of an SVG file for light and dark colour schemes."""
-    picture = figures.standalone(drawing)
+    picture = standalone(drawing)
     light, _, others = page_file("drawing.css").partition("@media")
     dark, _, _ = others.partition("\n}\n")
     light_colours = dict(re.findall(r"--(\w+): (#\w+);", light))

@@ -16,9 +16,9 @@ from quantizer.config.wording import counted, did_you_mean, first_names
 from quantizer.errors import GateError, UsageError
 from quantizer.evaluation.scores import DROP, RATIO, Scores, remark_on_samples
 from quantizer.graph.names import path_names
+from quantizer.printable import element
 from quantizer.report import tables
 from quantizer.report.files import make_report, shown_by_plugin
-from quantizer.report.html import element
 from quantizer.report.view import TableView
 from quantizer.results.calibrated import Calibrated
 from quantizer.results.folder import OpenedResults

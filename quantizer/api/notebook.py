@@ -8,7 +8,7 @@ from quantizer.api.python_words import PythonEvents
 from quantizer.calibration.events import Events, LoggedEvents, RunStage
 from quantizer.config.wording import a_kind
 from quantizer.errors import UsageError
-from quantizer.report.html import Markup, element
+from quantizer.printable import Markup, element
 from quantizer.report.view import Listing
 
 _SECONDS_BETWEEN_DRAWINGS = 0.1

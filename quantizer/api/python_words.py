@@ -7,11 +7,11 @@ from typing import Any
 
 from quantizer.calibration.events import ForkedEvents
 from quantizer.config.diagnostics import Diagnostic
-from quantizer.default_device import default_device_kept
 from quantizer.errors import ModelError, QuantizerError
 from quantizer.export.targets import CHOICES
 from quantizer.option_words import Option, in_shell, worded
 from quantizer.sources.user_code import user_exits
+from quantizer.torch_state import default_device_kept
 
 _PHRASES = {
     "--quant_mode calib": "`calibrate` and `Result.save`",

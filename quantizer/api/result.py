@@ -43,9 +43,9 @@ from quantizer.plan.model import Plan
 from quantizer.plan.remarks import left_parameters, share_left
 from quantizer.plan.size import weight_bytes
 from quantizer.plugins import remedy_for_absent
+from quantizer.printable import element
 from quantizer.report import tables
 from quantizer.report.files import write_report
-from quantizer.report.html import element
 from quantizer.report.view import TableView
 from quantizer.results.calibrated import Calibrated
 from quantizer.results.folder import OpenedResults, open_written

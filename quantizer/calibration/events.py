@@ -12,6 +12,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from quantizer.config.diagnostics import Diagnostic
+from quantizer.distributed import Ranks
 from quantizer.errors import WORKER_HELP, DataError, lost_worker
 
 if TYPE_CHECKING:
@@ -117,6 +118,17 @@ class Events:
 
     def stopped(self, stage: RunStage, error: BaseException | None) -> None:
         """Follow the end of a stage, complete or with an error."""
+
+
+class RankChecks(Events):
+    """Checks after each unit of work whether another rank has stopped."""
+
+    def __init__(self, ranks: Ranks) -> None:
+        self._ranks = ranks
+
+    def advanced(self, stage: RunStage) -> None:
+        """Raise an error if another rank has stopped."""
+        self._ranks.check()
 
 
 class LoggedEvents(Events):

@@ -22,10 +22,10 @@ from quantizer.graph.ir import Call, Graph
 from quantizer.graph.tracing.batch_axes import axes_of_graph, has_open_batch, with_samples
 from quantizer.nn.function import topk
 from quantizer.nn.network import Network
-from quantizer.seeding import seed_everything
 from quantizer.sources.batches import Batch
 from quantizer.sources.module_state import ModuleState, evaluating, preserve_module_state
 from quantizer.sources.user_code import user_exits
+from quantizer.torch_state import seed_everything
 
 logger = logging.getLogger(__name__)
 

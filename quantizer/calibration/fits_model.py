@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from quantizer.calibration.solution import Solution, writes_inplace
+from quantizer.config.json_types import fits
 from quantizer.config.model import QuantizationSpec
 from quantizer.config.roles import is_parameter, parameter_name
-from quantizer.config.typed_fields import fits
 from quantizer.graph.edits import Insertion, channels_of, with_insertions
 from quantizer.graph.ir import Graph, Node
 from quantizer.layerwise.adjustment import Adjustment

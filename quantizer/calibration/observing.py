@@ -19,7 +19,6 @@ from quantizer.config.model import QuantizationSpec
 from quantizer.config.roles import is_parameter
 from quantizer.config.wording import first_names
 from quantizer.errors import DataError, ModelError, QuantizerError, ResultError
-from quantizer.layerwise.round_to_nearest import shared_steps
 from quantizer.layerwise.sequential_runner import no_batches
 from quantizer.nn.network import Watchers
 from quantizer.nn.quantized_tensor import QuantizedTensor
@@ -31,7 +30,7 @@ from quantizer.observers import (
     find_ranges,
     require_finite,
 )
-from quantizer.plan.joining.tied_scales import tied_layers
+from quantizer.plan.joining.tied_scales import tied_layers, tied_steps
 from quantizer.plan.model import Key, Plan, TensorPlan
 from quantizer.plan.readers import useful_magnitude
 from quantizer.sources.batches import Batch, prefix_batch_errors
@@ -405,7 +404,7 @@ def observed_solution(calibration: Calibration) -> Solution:
     plan = calibration.plan
     observers = calibration.observers
     groups = tied_layers(plan.graph, plan.specs)
-    steps = shared_steps(groups, lambda layer: observers[layer, "weights"])
+    steps = tied_steps(groups, lambda layer: observers[layer, "weights"])
     tensors = {}
     for key, planned in plan.tensors.items():
         tensor = QuantizedTensor(planned.spec)

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from quantizer.calibration.events import Snapshot
-from quantizer.config.typed_fields import fits
+from quantizer.config.json_types import fits
 from quantizer.distributed import Ranks
 from quantizer.errors import DAMAGE_ERRORS, CheckpointError
 from quantizer.storage.files import damaged

@@ -14,7 +14,6 @@ from typing import Any
 
 from quantizer.calibration import observing
 from quantizer.calibration.events import RunStage, Snapshot
-from quantizer.calibration.joins import decide_joins
 from quantizer.calibration.observing import Calibration
 from quantizer.calibration.request import CalibrationRequest, CalibrationState, Step, in_order
 from quantizer.calibration.stretched_inputs import InputMagnitudes
@@ -197,7 +196,11 @@ def find_scales(request: CalibrationRequest, state: CalibrationState) -> Calibra
     if request.algorithms_need_data and not calibration.batches and fingerprint is not None:
         calibration = replace(calibration, batches=fingerprint["batches"])
         state = replace(state, calibration=calibration)
-    state = decide_joins(request, state)
+    if state.plan.joins:
+        # Only networks with joins need it
+        from quantizer.calibration.joins import decide_joins
+
+        state = decide_joins(request, state)
     solution = replace(
         observing.observed_solution(state.calibration), joins=state.joins, kept=state.kept
     )

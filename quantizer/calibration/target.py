@@ -16,7 +16,7 @@ from quantizer.config.model import Algorithm, ResolvedConfig
 from quantizer.graph.ir import Graph
 from quantizer.graph.passes import run_passes
 from quantizer.layerwise.adjustment import Adjustment, apply_adjustment
-from quantizer.nn.image_layout import weights_last
+from quantizer.nn.layer import weights_last
 from quantizer.nn.network import Network
 from quantizer.plan.model import Plan, TensorSpecs
 from quantizer.plan.remarks import plan_remarks

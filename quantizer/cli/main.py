@@ -7,7 +7,7 @@ import os
 import re
 import sys
 import traceback
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -30,7 +30,6 @@ from quantizer.cli.arguments.options import (
     word_of,
 )
 from quantizer.cli.arguments.places import as_typed, enter_start_folder, from_start
-from quantizer.cli.modes import torchrun
 from quantizer.cli.terminal import process, screen
 from quantizer.cli.terminal.screen import print_versions
 from quantizer.config.diagnostics import ConfigError
@@ -250,7 +249,7 @@ def main() -> NoReturn:
         )
         code = code or ResultError.exit_code
     # The interpreter would wait for exchanges with a lost rank.
-    if code and torchrun.is_used():
+    if code and process.is_rank():
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
@@ -260,8 +259,17 @@ def main() -> NoReturn:
 def run_command(arguments: list[str]) -> int:
     """Run one command line and return its exit code. Errors are printed on standard error."""
     enter_start_folder()
-    with torchrun.one_voice(arguments), imported_once(), screen.new_screen():
+    with _voice(arguments), imported_once(), screen.new_screen():
         return _run(arguments)
+
+
+def _voice(arguments: list[str]) -> AbstractContextManager[None]:
+    """Let only the first of several ranks print."""
+    if not process.is_rank():
+        return nullcontext()
+    from quantizer.cli.modes.torchrun import one_voice
+
+    return one_voice(arguments)
 
 
 def _run(arguments: list[str]) -> int:

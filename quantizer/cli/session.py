@@ -17,7 +17,7 @@ from quantizer.config.diagnostics import ConfigError, Diagnostic
 from quantizer.config.document.document import Document
 from quantizer.config.json_types import JsonMapping
 from quantizer.config.load import default_config, load_config
-from quantizer.config.model import ResolvedConfig, Settings
+from quantizer.config.model import ResolvedConfig
 from quantizer.config.run_options import dynamic_sizes, with_finetuning
 from quantizer.config.wording import counted
 from quantizer.errors import UsageError
@@ -32,8 +32,13 @@ from quantizer.results.folder import OpenedResults
 from quantizer.results.graph_file import reuse_or_trace, trace_module
 from quantizer.sources.arguments import DEFAULT_SEQ_LEN, longest_window
 from quantizer.sources.batches import Batch
-from quantizer.sources.data import DEFAULT_BATCH_SIZE, EXAMPLE_STAMP, Batches, load_batches
-from quantizer.sources.kinds import advice_without_data, is_synthetic
+from quantizer.sources.data import (
+    DEFAULT_BATCH_SIZE,
+    EXAMPLE_STAMP,
+    Batches,
+    is_synthetic,
+    load_batches,
+)
 from quantizer.sources.models import Evaluate, LoadedModel, load_evaluate, load_model
 from quantizer.storage import process_memory
 
@@ -135,17 +140,6 @@ class OpenedRun:
         # Tracing again would take longer than all else
         vars(other)["graph"] = self.graph
         return other
-
-
-def config_to_look(path: str | None) -> ReadConfig:
-    """Return the config of `--config_file`, or one that quantizes all that can be quantized.
-
-    Raises:
-        ConfigError: with all findings, when it cannot be used.
-    """
-    if path is None:
-        return ReadConfig(replace(default_config(), settings=Settings()), (), {})
-    return read_config_file(path)
 
 
 def open_run(options: Options) -> OpenedRun:
@@ -294,6 +288,8 @@ def batch_size(options: Options, batches: Batches) -> int:
 
 def missing_data() -> UsageError:
     """Return the error about missing data."""
+    from quantizer.sources.kinds import advice_without_data
+
     remedy = (
         f"give --data, or add calibration_data() to the model's file{advice_without_data()}. "
         "A config without static activations and without algorithms needs only the shape of "

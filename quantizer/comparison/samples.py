@@ -16,6 +16,8 @@ from quantizer.errors import QuantizerError
 from quantizer.numerics.metrics import row_energies, sqnr_db
 from quantizer.sources.batches import Batch
 
+LOW_DB = 15.0
+"""No network that was tried kept its accuracy below this output SQNR."""
 BELOW_DB = 6.0
 """Samples with an SQNR that is so much lower than that of all values are worth a sentence."""
 _WORST_SHARE = 20

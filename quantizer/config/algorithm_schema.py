@@ -3,13 +3,12 @@ writes it into the files for editors.
 """
 
 import types
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
-from functools import cache
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from quantizer.config.algorithms import PLUGINS, AlgoConfig, Setting, entry_kinds, settings_of
-from quantizer.config.forms.form import Form, block_of
+from quantizer.config.forms.form import Form, block_of, shipped_algorithms
 from quantizer.config.json_types import JsonMapping, JsonObject
 
 _COMMENTS = {
@@ -28,30 +27,19 @@ _OF_ITEMS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "help
 """Keywords of a setting that hold for each item where it is a list."""
 
 
-def form_schema(form: Form) -> JsonMapping:
-    """Return the schema of a form with every algorithm in it, also those whose plug-ins are not
-    there; shared, so never to be changed.
-    """
-    shipped = block_of(form)["definitions"]["algorithm"]["properties"]["name"]["enum"]
-    added = [name for name in entry_kinds(form) if name not in shipped]
-    return _form_schema(form, (*shipped, *added), tuple(added))
-
-
 def generated_schema(form: Form) -> JsonMapping:
     """Return the schema of a form with every algorithm whose plug-in is there, for the file."""
     names = tuple(entry_kinds(form))
-    return _form_schema(form, names, names)
+    return form_schema(form, names, names)
 
 
-@cache
-def _form_schema(form: Form, names: tuple[str, ...], anew: tuple[str, ...]) -> JsonMapping:
-    """Return the schema with these algorithms, of which some are not as the file has them."""
+def form_schema(form: Form, names: Sequence[str], anew: Sequence[str]) -> JsonMapping:
+    """Return the schema of a form with these algorithms, of which some are not as the file has
+    them.
+    """
     schema = block_of(form)
-    if not anew:
-        return schema
     shipped = schema["definitions"]
-    shipped_names = shipped["algorithm"]["properties"]["name"]["enum"]
-    generated = {"algorithm", "scaling_layer", *shipped_names}
+    generated = {"algorithm", "scaling_layer", *shipped_algorithms(form)}
     definitions = {name: entry for name, entry in shipped.items() if name not in generated}
     definitions["scaling_layer"] = block_of("hierarchical", "scaling_layer")
     definitions["algorithm"] = _any_algorithm(names)
@@ -63,7 +51,7 @@ def _form_schema(form: Form, names: tuple[str, ...], anew: tuple[str, ...]) -> J
     return {**schema, "definitions": definitions}
 
 
-def _any_algorithm(names: tuple[str, ...]) -> JsonObject:
+def _any_algorithm(names: Sequence[str]) -> JsonObject:
     """Return the schema of an entry, whose name decides which algorithm's schema holds."""
     choices: list[JsonObject] = []
     for name in names:

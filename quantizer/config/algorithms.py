@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
 from quantizer.config.forms.form import Form
+from quantizer.config.json_types import JsonObject
 from quantizer.declarations import ListedAlgorithm
 from quantizer.plugins import loaded, plugins
 
@@ -240,3 +241,15 @@ def __getattr__(name: str) -> Any:
         if row.settings.endswith(f":{name}"):
             return loaded(row.settings)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def algorithm_entry(settings: AlgoConfig) -> JsonObject:
+    """Return the entry of a file that means the same as settings, with every default that
+    something reads.
+
+    >>> algorithm_entry(ALGORITHMS["rotation"](seed=3))
+    {'name': 'rotation', 'residual': True, 'values': True, 'online': True, 'seed': 3}
+    """
+    keys = ("name", *read_keys(type(settings)))
+    values = {key: getattr(settings, key) for key in keys}
+    return {key: value for key, value in values.items() if value is not None}

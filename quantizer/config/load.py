@@ -20,9 +20,9 @@ from quantizer.config.diagnostics import (
 )
 from quantizer.config.document.document import Document, Text
 from quantizer.config.document.read import parse_document, read_text
-from quantizer.config.forms.form import form_of, plugin_of_setting
+from quantizer.config.forms.form import ALGORITHM_BLOCKS, Form, form_of, plugin_of_setting
 from quantizer.config.forms.layered import translate_layered
-from quantizer.config.model import ConfigRule, ResolvedConfig
+from quantizer.config.model import Algorithm, ConfigRule, ResolvedConfig, Settings
 from quantizer.config.resources import load_resource, preset_text
 from quantizer.config.rules.check_layered import check_layered
 from quantizer.config.rules.check_structure import check_present, check_structure
@@ -141,17 +141,17 @@ def default_config() -> ResolvedConfig:
         "narrow_range": False
     }
     document = Document(Text("<built-in default>", ""), value, values={}, keys={})
-    config, _ = translate_layered(document)
-    return config
+    settings, rules, _ = translate_layered(document)
+    return _resolved(document, "layered", settings, rules)
 
 
 def _translate(document: Document) -> tuple[ResolvedConfig | None, _Findings]:
     """Return the config, if the document makes one, and every finding; proposed fixes are not
     tried.
     """
-    is_hierarchical = form_of(document.value) == "hierarchical"
+    form = form_of(document.value)
     findings: list[Diagnostic] = []
-    if is_hierarchical:
+    if form == "hierarchical":
         from quantizer.config.forms.aliases import canonical
 
         document, notes = canonical(document)
@@ -162,14 +162,16 @@ def _translate(document: Document) -> tuple[ResolvedConfig | None, _Findings]:
     places = [finding.place for finding in findings if finding.code not in _HARMLESS]
     file = replace(document, ignored=frozenset(place.pointer for place in places if place))
     # Only the rules that are about something in the file are imported
-    if is_hierarchical:
+    if form == "hierarchical":
         from quantizer.config.forms.hierarchical import translate_hierarchical
         from quantizer.config.rules.check_hierarchical import check_hierarchical
 
-        config, levels = translate_hierarchical(file)
+        settings, rules, levels = translate_hierarchical(file)
+        config = _resolved(file, form, settings, rules)
         findings += check_hierarchical(file, config, levels)
     else:
-        config, layered_levels = translate_layered(file)
+        settings, rules, layered_levels = translate_layered(file)
+        config = _resolved(file, form, settings, rules)
         findings += check_layered(file, config, layered_levels)
     if config.algorithms:
         from quantizer.config.rules.check_algorithms import check_algorithms
@@ -179,6 +181,27 @@ def _translate(document: Document) -> tuple[ResolvedConfig | None, _Findings]:
     findings += _wrong_patterns(config.rules)
     is_usable = all(finding.severity != "error" for finding in findings)
     return config if is_usable else None, merged_by_cause(findings)
+
+
+def _resolved(
+    file: Document, form: Form, settings: Settings, rules: Iterable[ConfigRule]
+) -> ResolvedConfig:
+    """Return the config of a file in a form, with its algorithms."""
+    algorithms: tuple[Algorithm, ...] = ()
+    if file.entries(*ALGORITHM_BLOCKS[form]):
+        from quantizer.config.forms.algorithm_words import read_algorithms
+
+        algorithms = read_algorithms(file, form)
+    source = file.source
+    return ResolvedConfig(
+        settings=settings,
+        rules=tuple(rules),
+        source=source.name,
+        document=file.value,
+        form=form,
+        algorithms=algorithms,
+        text=source.text,
+    )
 
 
 def _wrong_patterns(rules: Iterable[ConfigRule]) -> Diagnostics:

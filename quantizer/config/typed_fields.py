@@ -3,10 +3,11 @@
 import dataclasses
 import functools
 import types
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable
 from enum import Enum
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
+from quantizer.config.json_types import field_hints, fits
 from quantizer.config.wording import a_kind, closest_word, did_you_mean, with_article
 from quantizer.errors import UsageError
 
@@ -53,7 +54,7 @@ def check_field_types(instance: Any) -> None:
         UsageError: a field's value is not of its type.
     """
     kind: type = type(instance)
-    for name, hint in _fields(kind).items():
+    for name, hint in field_hints(kind).items():
         value = getattr(instance, name)
         if fits(value, hint):
             continue
@@ -78,57 +79,6 @@ def _wrong_item(label: str, value: dict[Any, Any], hint: Any) -> tuple[str, Any,
         if not fits(item, item_hint):
             return f"{label}[{key!r}]", item, item_hint
     raise AssertionError("all of it fits")
-
-
-def fits(value: Any, hint: Any, *, within: bool = False) -> bool:
-    """Return whether a value is of an annotated type; `within` checks the fields of
-    dataclasses, too.
-
-    True and False are not numbers, an int is a float.
-
-    >>> fits(1, float), fits(True, int), fits(["a"], list[str])
-    (True, False, True)
-    >>> fits(None, int | None), fits((1, "a"), tuple[int, ...])
-    (True, False)
-    """
-    all_fit = functools.partial(_all_fit, within=within)
-    origin = get_origin(hint)
-    arguments = get_args(hint)
-    if origin in (Union, types.UnionType):
-        return any(fits(value, argument, within=within) for argument in arguments)
-    if origin is type:
-        return isinstance(value, type) and issubclass(value, arguments[0])
-    if origin in (dict, Mapping):
-        keys, items = arguments
-        if not isinstance(value, dict):
-            return False
-        return all_fit(value.keys(), keys) and all_fit(value.values(), items)
-    if origin in (list, tuple):
-        # Tuples are of any length: tuple[int, ...]
-        return isinstance(value, origin) and all_fit(value, arguments[0])
-    if origin is Literal:
-        return value in arguments
-    if isinstance(value, bool) and hint in (int, float):
-        return False
-    if hint is float:
-        return isinstance(value, (int, float))
-    if within and isinstance(hint, type) and dataclasses.is_dataclass(hint):
-        if not isinstance(value, hint):
-            return False
-        fields = _fields(hint)
-        return all(fits(getattr(value, name), fields[name], within=True) for name in fields)
-    return hint is Any or isinstance(value, origin or hint)
-
-
-def _all_fit(values: Iterable[Any], hint: Any, *, within: bool) -> bool:
-    return all(fits(value, hint, within=within) for value in values)
-
-
-@functools.cache
-def _fields(kind: type) -> dict[str, Any]:
-    """Return the fields of a dataclass, and what they are annotated with."""
-    hints = get_type_hints(kind)
-    return {field.name: hints[field.name] for field in dataclasses.fields(kind)}
 
 
 def _expected(hint: Any) -> str:

@@ -8,22 +8,13 @@ from dataclasses import asdict, dataclass
 from itertools import islice
 
 from quantizer.comparison.noise import Noise
-from quantizer.comparison.output_figures import OutputFigures, PartFigures, leaves, worst
-from quantizer.comparison.samples import BELOW_DB, worst_words
+from quantizer.comparison.output_figures import OutputFigures, PartFigures
+from quantizer.comparison.samples import BELOW_DB, LOW_DB, worst_words
 from quantizer.config.wording import counted, first_names, named_output
-from quantizer.evaluation.network_comparison import LayerNoise, NetworkComparison, Networks
+from quantizer.evaluation.network_comparison import NetworkComparison, Networks
 from quantizer.graph.channels.output_parts import Output
 from quantizer.graph.ir import Graph
-from quantizer.nn.network import Network
-from quantizer.plan.model import Key
-from quantizer.plugins import if_command
 
-LOW_DB = 15.0
-"""No network that was tried kept its accuracy below this output SQNR."""
-_MAX_TRIED = 8
-"""Tensors that are tried in float on one batch. Each costs a run of the nodes after it."""
-_MIN_GAIN_DB = 0.1
-"""A smaller gain is not reported."""
 _MAX_BELOW_DB = 20.0
 """A part that is further below all other outputs and parts together gets a warning."""
 _HIGH_DB = 40.0
@@ -205,8 +196,11 @@ def _with_cause(
     # Only such parts are passed.
     assert loss is not None
     kind, text = loss
-    suspects = _suspects(part, output, compared, networks.reference.graph)
-    best = _best_in_float(islice(suspects, _MAX_TRIED), networks, part.name)
+    # Only losses need it
+    from quantizer.evaluation.loss_causes import MAX_TRIED, best_in_float, suspects
+
+    tensors = suspects(part, output, compared, networks.reference.graph)
+    best = best_in_float(islice(tensors, MAX_TRIED), networks, part.name)
     if best is None or not best[1] >= _MIN_CAUSE_DB:
         text += f"; it is computed by {part.layer}"
         return OutputWarning(kind, part.name, text, part.layer, "activation")
@@ -215,60 +209,6 @@ def _with_cause(
     text += f". The cause is the {role} of {layer}: "
     text += f"leaving it in float {effect} on the first batch"
     return OutputWarning(kind, part.name, text, layer, role)
-
-
-def _best_in_float(
-    keys: Iterable[Key], networks: Networks, part: str | None = None
-) -> tuple[Key, float] | None:
-    """Return the tensor that helps most when it stays in float on the first batch, and the gain
-    in dB; None if none was measured.
-
-    Args:
-        keys: the tensors to try.
-        networks: of the test.
-        part: the output or part that counts; None for all.
-    """
-    # Only losses need them
-    from quantizer.comparison.output_measure import OutputMeasure
-    from quantizer.evaluation.ablation import ablate
-
-    measure: OutputMeasure | None = None
-    if part is not None:
-        measure = OutputMeasure(networks.outputs, only=part)
-    ablation = ablate(
-        networks.reference,
-        networks.quantized,
-        [networks.first],
-        keys=list(keys),
-        user=networks.user,
-        is_alone_measured=False,
-        measure=measure,
-    )
-    return ablation.best
-
-
-def _suspects(
-    part: PartFigures, output: Output, compared: NetworkComparison, graph: Graph
-) -> Iterator[Key]:
-    """Yield the tensors that a part depends on, from the output backwards."""
-    measured: dict[str, list[Key]] = {}
-    for noise in sorted(compared.layers, key=lambda noise: noise.local.sqnr_db):
-        measured.setdefault(noise.layer, []).append((noise.layer, noise.role))
-    pending = [output.node]
-    layers = {known.name: known.layer for known in output.parts}
-    if output.labels is not None and layers.get(part.name):
-        nodes = [node.name for node in output.labels.replay.nodes]
-        pending = [*reversed(nodes), layers[part.name]]
-    seen: set[str] = set()
-    joins = set(pending[:-1])
-    while pending:
-        name = pending.pop(0)
-        if name in seen:
-            continue
-        seen.add(name)
-        yield from measured.get(name, ())
-        if name not in joins:
-            pending += graph.by_name[name].refs()
 
 
 def _about_varying_part(part: PartFigures) -> OutputWarning:
@@ -330,76 +270,3 @@ def _about_rows(figures: OutputFigures) -> Iterator[OutputWarning]:
         text += f"network has {order.moved} at another position and does not select "
         text += f"{order.exchanged}. Only rows that both select are compared"
         yield OutputWarning("rows", name, text, layer)
-
-
-def remark_on_low_sqnr(compared: NetworkComparison, networks: Networks) -> str | None:
-    """Return sentences on an output SQNR below LOW_DB: where it begins, and which tensor to
-    leave in float. Return None if no output is that low.
-
-    Args:
-        compared: the result of the test.
-        networks: what was compared.
-    """
-    lowest = worst(compared.outputs)
-    if lowest is None or compared.spoiled is not None or lowest.noise.sqnr_db >= LOW_DB:
-        return None
-    is_only = len(list(leaves(compared.outputs))) == 1
-    subject = "the output's SQNR" if is_only else f"the SQNR of {named_output(lowest.name)}"
-    sentences = [
-        f"{subject} is {lowest.sqnr_db:.1f} dB; below {LOW_DB:g} dB few networks are usable"
-    ]
-    sources: set[str] = set()
-    for noise in compared.layers:
-        if _accumulated_db(noise) < LOW_DB:
-            sentences.append(
-                f"The first tensor below that is the {noise.role} of {noise.layer} "
-                f"({_accumulated_db(noise):.1f} dB)"
-            )
-            sources = set(_sources(noise.layer, networks.reference, compared))
-            break
-    # The inputs of that layer come first: their own SQNR is high if a few of their values are
-    # far larger than the others.
-    candidates = sorted(
-        compared.layers, key=lambda noise: (noise.layer not in sources, noise.local.sqnr_db)
-    )
-    sentences += _most_helpful(candidates[:_MAX_TRIED], networks)
-    more = if_command(
-        "analyze",
-        "`quantizer analyze --tensors` measures all tensors; `--metric` finds the layers that "
-        "have to stay in float",
-    )
-    return ". ".join(filter(None, (*sentences, more)))
-
-
-def _accumulated_db(noise: LayerNoise) -> float:
-    """Return the SQNR of a tensor in the quantized network; weights have none."""
-    return math.inf if noise.accumulated is None else noise.accumulated.sqnr_db
-
-
-def _sources(layer: str, reference: Network, compared: NetworkComparison) -> Iterator[str]:
-    """Yield the layer, and the nearest layers before it that have quantized tensors."""
-    yield layer
-    measured = {noise.layer for noise in compared.layers}
-    seen = {layer}
-    pending = [*reference.graph.by_name[layer].refs()]
-    while pending:
-        name = pending.pop()
-        if name in measured:
-            yield name
-        elif name not in seen:
-            pending += reference.graph.by_name[name].refs()
-        seen.add(name)
-
-
-def _most_helpful(candidates: list[LayerNoise], networks: Networks) -> Iterator[str]:
-    """Yield a sentence on the tensor that helps most when it stays in float, if any helps."""
-    keys = [(noise.layer, noise.role) for noise in candidates]
-    best = _best_in_float(keys, networks)
-    if best is None:
-        return
-    (layer, role), gain = best
-    if gain >= _MIN_GAIN_DB:
-        yield (
-            f"Of {len(candidates)} tensors that were tried in float, the {role} of {layer} "
-            f"helps most: {gain:.1f} dB more on the first batch"
-        )

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from quantizer.comparison.output_comparison import OutputComparison, Recorder
 from quantizer.comparison.output_figures import OutputFigures, leaves, pooled_noise, worst
+from quantizer.comparison.samples import LOW_DB
 from quantizer.errors import DataError, ModelError
-from quantizer.evaluation.output_warnings import LOW_DB
 from quantizer.graph.channels.output_parts import Output, parts_named_as
 from quantizer.nn.network import Network
 from quantizer.results.calibrated import Calibrated

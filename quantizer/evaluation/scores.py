@@ -15,8 +15,8 @@ import torch
 from torch import nn
 
 from quantizer.calibration.events import Events, RunStage
-from quantizer.comparison.output_figures import POOLED_FIGURE, WORST_SAMPLES
-from quantizer.comparison.samples import BELOW_DB
+from quantizer.comparison.output_figures import POOLED_FIGURE, WORST_SAMPLES, worst
+from quantizer.comparison.samples import BELOW_DB, LOW_DB
 from quantizer.config.json_types import JsonMapping
 from quantizer.config.wording import quoted
 from quantizer.distributed import ALONE, Ranks
@@ -31,12 +31,7 @@ from quantizer.evaluation.compare import (
     target_metrics,
 )
 from quantizer.evaluation.network_comparison import NetworkComparison, Networks
-from quantizer.evaluation.output_warnings import (
-    NOTES,
-    OutputWarning,
-    output_warnings,
-    remark_on_low_sqnr,
-)
+from quantizer.evaluation.output_warnings import NOTES, OutputWarning, output_warnings
 from quantizer.nn.recorded_outputs import RecordedOutputs
 from quantizer.results.calibrated import Calibrated
 from quantizer.sources.data import Batches
@@ -318,9 +313,14 @@ def _explained(scores: Scores, networks: Networks) -> tuple[OutputWarning, ...]:
     )
     if is_named or scores.is_task_held or of_passes:
         return warnings
-    remark = remark_on_low_sqnr(scores.comparison, networks)
-    if remark is not None:
-        _logger.warning("%s", remark)
+    lowest = worst(scores.comparison.outputs)
+    is_spoiled = scores.comparison.spoiled is not None
+    if lowest is None or is_spoiled or lowest.noise.sqnr_db >= LOW_DB:
+        return warnings
+    # Few networks lose so much
+    from quantizer.evaluation.loss_causes import remark_on_low_sqnr
+
+    _logger.warning("%s", remark_on_low_sqnr(lowest, scores.comparison, networks))
     return warnings
 
 

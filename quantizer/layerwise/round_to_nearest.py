@@ -1,6 +1,6 @@
 """Round-to-nearest (RTN) of a weight, which every other rounding is measured against."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 
 from torch import Tensor
 
@@ -11,6 +11,7 @@ from quantizer.layerwise.adjustment import Adjustment, Remark, Task
 from quantizer.nn.quantizer import quantize_tensor
 from quantizer.numerics.qparams import QParams
 from quantizer.observers import ObservationError, Observer
+from quantizer.plan.joining.tied_scales import tied_steps
 
 _SEARCHED_ROWS = 512
 """Rows of a group's layers that a search looks at."""
@@ -95,26 +96,6 @@ def super_block_remarks(task: Task) -> Iterator[Remark]:
                 yield Remark(name, text)
 
 
-def shared_steps(
-    groups: Iterable[tuple[str, ...]], observer_of: Callable[[str], Observer]
-) -> dict[str, float]:
-    """Return the largest step of the weights that share a scale with a layer's, by layer.
-
-    Args:
-        groups: the layers whose weights share a scale.
-        observer_of: returns the observer that has seen the weight of a layer.
-    """
-    steps: dict[str, float] = {}
-    for group in groups:
-        largest = 0.0
-        for layer in group:
-            observer = observer_of(layer)
-            largest = max(largest, observer.largest_step())
-        for layer in group:
-            steps[layer] = largest
-    return steps
-
-
 def steps_before_rounding(
     task: Task, adjustment: Adjustment, layers: Iterable[str]
 ) -> dict[str, float]:
@@ -140,4 +121,4 @@ def steps_before_rounding(
     for layer in layers:
         if layer in task.tied:
             groups.add(task.tied[layer])
-    return shared_steps(groups, observed)
+    return tied_steps(groups, observed)

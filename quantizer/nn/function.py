@@ -10,8 +10,7 @@ from torch import Tensor, nn
 
 from quantizer.graph.ops import find_op
 from quantizer.graph.targets import packet, resolve_target, takes_self
-from quantizer.nn.image_layout import channels_first
-from quantizer.nn.layer import Layer
+from quantizer.nn.layer import Layer, channels_first
 
 
 def _view(input: Tensor, size: Sequence[int]) -> Tensor:  # noqa: A002 - as torch's schemas name it, except "self"

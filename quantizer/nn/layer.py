@@ -1,4 +1,6 @@
-"""The base class of all layers: a module with quantizers by role."""
+"""The base class of all layers: a module with quantizers by role. How images, and the weights
+that read them, lie in memory.
+"""
 
 from typing import Any, ClassVar, cast
 
@@ -9,8 +11,14 @@ from quantizer.config.roles import is_parameter, parameter_name
 from quantizer.config.wording import a_kind
 from quantizer.errors import ModelError
 from quantizer.graph.ir import Call
-from quantizer.graph.tracing.parameters import set_parameter
+from quantizer.graph.tracing.parameters import Module, set_parameter
 from quantizer.nn.quantizer import TensorQuantizer
+from quantizer.storage.deferred_tensor import DeferredTensor
+
+_IMAGE_DIMS = 4
+"""The dimensions of a batch of images: [b, channels, height, width]."""
+_PREFER_CHANNELS_FIRST = ("cuda", "mps")
+"""Devices whose libraries choose the order, and prefer float32 with the channels first."""
 
 
 class Layer(nn.Module):
@@ -99,3 +107,49 @@ def check_float(model: Any, *, traced: bool = False) -> None:
             )
         if isinstance(module, Layer) and module.float_class is not None:
             raise ModelError(f"{where} is quantized already", help="start from the float model")
+
+
+def channels_last(x: Tensor) -> Tensor:
+    """Return the same images, with the channels of a pixel next to each other in memory."""
+    if x.dim() != _IMAGE_DIMS or torch.compiler.is_exporting():
+        return x
+    if x.device.type in _PREFER_CHANNELS_FIRST:
+        return x
+    return x.contiguous(memory_format=torch.channels_last)
+
+
+def weights_last(network: Module) -> Module:
+    """Return the network with the channels of its convolutions' weights last, too.
+
+    Otherwise torch reorders them at every call, which takes 3 % of a pass. Those of kernels
+    larger than a pixel become copies. Deferred ones stay as they are.
+    """
+    for layer in network.modules():
+        if not isinstance(layer, nn.Conv2d):
+            continue
+        weight = layer.weight
+        if isinstance(weight, DeferredTensor):
+            continue
+        reordered = channels_last(weight.detach())
+        layer.weight = nn.Parameter(reordered, requires_grad=weight.requires_grad)
+    return network
+
+
+def channels_first(value: Any) -> Any:
+    """Return the same nested value, in which the pixels of a row of an image, or of a part of
+    one, are next to each other.
+    """
+    if isinstance(value, Tensor):
+        if value.dim() != _IMAGE_DIMS:
+            return value
+        if value.stride(1) >= value.stride(3):
+            return value
+        # A size of 1 has any stride, so the value may be in order already
+        if value.is_contiguous():
+            return value
+        return value.contiguous()
+    if type(value) in (tuple, list):
+        return type(value)(map(channels_first, value))
+    if type(value) is dict:
+        return {key: channels_first(item) for key, item in value.items()}
+    return value

@@ -14,8 +14,7 @@ from torch import Tensor, nn
 from quantizer.config.model import QuantizationSpec
 from quantizer.config.roles import parameter_name
 from quantizer.errors import ResultError
-from quantizer.nn.image_layout import channels_first
-from quantizer.nn.layer import Layer
+from quantizer.nn.layer import Layer, channels_first
 from quantizer.nn.quantized_tensor import QuantizedTensor
 from quantizer.nn.quantizer import TensorQuantizer
 from quantizer.numerics.codes import pack, packed_shape, storage_dtype, unpack

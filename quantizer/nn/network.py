@@ -17,8 +17,7 @@ from quantizer.errors import BatchError, DataError, first_line
 from quantizer.graph.emit import describe, overwritten
 from quantizer.graph.ir import Graph, Node, map_refs, references
 from quantizer.graph.tracing.lengths import Length
-from quantizer.nn.image_layout import channels_first
-from quantizer.nn.layer import Layer
+from quantizer.nn.layer import Layer, channels_first
 from quantizer.nn.quantizer import TensorQuantizer
 from quantizer.nn.recorded_outputs import RecordedOutputs
 from quantizer.storage.deferred_tensor import CPU, DeferredTensor

@@ -13,8 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from quantizer.nn.image_layout import channels_last
-from quantizer.nn.layer import Layer
+from quantizer.nn.layer import Layer, channels_last
 
 _OPERATORS = {
     "LSTM": torch.ops.aten.lstm.input,

@@ -19,15 +19,19 @@ from quantizer.plan.axes import Misfit, PlannedTensor, TensorView
 from quantizer.plan.floating import OUTSIDE, RESIDUAL
 from quantizer.plan.groups import layout
 from quantizer.plan.joining import joins
-from quantizer.plan.kept_float import FIRST_LAST, is_apart, layers_kept_float, residual
 from quantizer.plan.layout import Group, quantization_point
-from quantizer.plan.match import MatchedRule, match
-from quantizer.plan.merged_fields import (
+from quantizer.plan.match import (
+    FIRST_LAST,
+    MatchedRule,
     MergedSpec,
     count_effects,
     count_silenced,
     field_origins,
+    is_apart,
+    layers_kept_float,
+    match,
     merged_spec,
+    residual,
 )
 from quantizer.plan.model import RANKS, JoinPlan, Key, Plan, TensorPlan, output_role
 

@@ -9,10 +9,9 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
-from quantizer.comparison.samples import worst_words
 from quantizer.config.json_types import JsonMapping
 from quantizer.config.roles import base_role, is_parameter
-from quantizer.config.wording import counted, first_names, named_output
+from quantizer.config.wording import counted, first_names
 from quantizer.evaluation.output_warnings import NOTES
 from quantizer.graph.names import path_names
 from quantizer.graph.tracing.untraced import Untraced
@@ -20,23 +19,13 @@ from quantizer.numerics.codes import bits_of
 from quantizer.plan.model import Key, Plan
 from quantizer.plan.resolve import NO_RULES
 from quantizer.plan.size import weight_bytes
-from quantizer.report.next_step import (
-    PLACEHOLDER,
-    OptionValues,
-    hides_samples,
-    judged_db,
-    leaf_rows,
-    measured_parts,
-    next_step,
-    relative_loss,
-)
-from quantizer.report.tables import describe_spec, number_text
+from quantizer.report.next_step import PLACEHOLDER, OptionValues, next_step
+from quantizer.report.rows import measured_lines
+from quantizer.report.tables import describe_spec
 from quantizer.storage.process_memory import size_text
 
 MAX_LINES = 8
-_MAX_METRICS = 3
 _MAX_NAMES = 3
-_MOST_PERCENT = 200
 _NOTHING = Untraced()
 _BYTES = ("int8", "uint8")
 
@@ -227,75 +216,6 @@ def verdict(facts: VerdictFacts) -> list[str]:
     return [*lines[: MAX_LINES - 1], f"Next: {_next_step(facts)}"]
 
 
-def measured_lines(tested: JsonMapping) -> Iterator[str]:
-    """Yield lines on the metrics of the task, the outputs, and on what they were measured.
-
-    Args:
-        tested: the content of report.json.
-    """
-    yield from _metrics(tested)
-    yield from _outputs(tested)
-    if tested.get("stamp"):
-        yield f"These figures are of {tested['stamp']}."
-    if tested.get("calibration_stamp"):
-        yield f"The network was calibrated on {tested['calibration_stamp']}."
-
-
-def _metrics(tested: JsonMapping) -> Iterator[str]:
-    """Yield a line on the metrics of the task, those with the largest loss first."""
-    pairs = tested.get("pairs", {})
-    names = sorted(pairs, key=lambda name: -relative_loss(tested, name))
-    texts = []
-    for name in names[:_MAX_METRICS]:
-        before, after = pair_texts(pairs[name])
-        texts.append(f"{name} is {after}, in float {before}")
-    more = len(names) - len(texts)
-    if more > 0:
-        texts.append(f"{more} more with a smaller loss are in the report")
-    if texts:
-        yield f"{'; '.join(texts)}."
-
-
-def pair_texts(pair: JsonMapping) -> tuple[str, str]:
-    """Return a metric of the float and of the quantized network as texts."""
-    before, after = (
-        number_text(pair[name], ".4g", missing="not finite") for name in ("float", "quantized")
-    )
-    return before, after
-
-
-def _outputs(tested: JsonMapping) -> Iterator[str]:
-    """Yield a line on the difference of the outputs from float."""
-    rows = measured_parts(tested)
-    count = len(leaf_rows(tested))
-    texts = []
-    if rows and count == 1:
-        texts.append(f"The output differs from float by {_error(rows[0])}")
-    elif rows:
-        worst = rows[0]
-        name = named_output(worst["name"])
-        outputs = counted(len({row["output"] for row in leaf_rows(tested)}), "output")
-        if not outputs.startswith(f"{count} "):
-            outputs = f"{count} parts of {outputs}"
-        texts.append(f"Of {outputs}, {name} differs most from float, by {_error(worst)}")
-        for row in rows[1 : 1 + _MAX_NAMES]:
-            text = f"{named_output(row['name'])} by {_share(judged_db(row))}"
-            if hides_samples(row):
-                text += " on its worst samples"
-            texts.append(text)
-    for row in tested.get("outputs", ()):
-        # Classes and indices have no SQNR
-        if row["kind"] == "integer" and row["equal"] < 1:
-            name = named_output(row["name"])
-            texts.append(f"{row['equal']:.2%} of the values of {name} are equal")
-        elif row["kind"] == "constant" and row["name"] == row["output"]:
-            texts.append(f"{named_output(row['name'])} is constant in float")
-    if tested.get("judged_on"):
-        texts.append(f"measured {tested['judged_on']['text']}")
-    if texts:
-        yield f"{'; '.join(texts)}."
-
-
 def _warnings(tested: JsonMapping) -> Iterator[str]:
     """Yield the first warning about an output that has lost, with the number of others."""
     silent = (*NOTES, "samples")
@@ -306,38 +226,6 @@ def _warnings(tested: JsonMapping) -> Iterator[str]:
     if len(texts) > 1:
         text += f"; {counted(len(texts) - 1, 'more warning')} in the report"
     yield f"{text}."
-
-
-def _error(row: JsonMapping) -> str:
-    """Return the error of an output, such as "5 % (SQNR 26.0 dB)"; where its worst samples have
-    much more, theirs first.
-    """
-    whole = f"{_share(row['sqnr_db'])} (SQNR {row['sqnr_db']:.1f} dB)"
-    if not hides_samples(row):
-        return whole
-    text = f"{_share(judged_db(row))} ({judged_db(row):.1f} dB) on "
-    text += worst_words(row["samples"]["count"])
-    median_db = row["sqnr_db_median"]
-    if median_db is not None:
-        text += f", {_share(median_db)} ({median_db:.1f} dB) on the median one"
-    return f"{text} and {whole} over all values"
-
-
-def _share(sqnr_db: float) -> str:
-    """Return the size of the error relative to the values.
-
-    >>> _share(40.0), _share(26.0), _share(-3.0), _share(-43.0)
-    ('1 %', '5 %', '141 %', '141 times its size')
-    """
-    share = 100 * 10 ** (-sqnr_db / 20)
-    if share > _MOST_PERCENT:
-        return f"{share / 100:.3g} times its size"
-    if share < 0.01:
-        return "less than 0.01 %"
-    digits = 2 if share < 0.1 else 1
-    if share >= 1:
-        digits = 0
-    return f"{share:.{digits}f} %"
 
 
 def _left_float(reasons: Mapping[str, str]) -> Iterator[str]:

@@ -17,8 +17,8 @@ from quantizer.calibration.fingerprint import input_shapes
 from quantizer.calibration.fits_model import check_insertions, check_solution
 from quantizer.calibration.request import decisions_of
 from quantizer.calibration.solution import Solution, quantized_network
+from quantizer.config.algorithms import algorithm_entry
 from quantizer.config.document.document import Document
-from quantizer.config.forms.algorithm_words import algorithm_entry
 from quantizer.config.forms.resolved import resolved_document
 from quantizer.config.json_types import JsonMapping
 from quantizer.config.load import check_document, default_config

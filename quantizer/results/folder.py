@@ -12,8 +12,8 @@ from torch import Tensor
 
 from quantizer.calibration.solution import Solution
 from quantizer.config.forms.form import missing_of_results, remedy
+from quantizer.config.json_types import fits
 from quantizer.config.model import Settings
-from quantizer.config.typed_fields import fits
 from quantizer.errors import DAMAGE_ERRORS, ResultError
 from quantizer.nn.load import INFO_FILE as INFO_FILE
 from quantizer.plan.model import JoinDecision, JoinPlan, Key

@@ -22,11 +22,11 @@ import quantizer
 from quantizer.calibration import fingerprint
 from quantizer.graph.ir import Call, Graph
 from quantizer.graph.tracing.parameters import without_values
-from quantizer.seeding import seed_everything
 from quantizer.sources.arguments import call_with_shapes
 from quantizer.sources.batches import Batch
 from quantizer.sources.module_state import preserve_module_state
 from quantizer.sources.user_code import is_file_of_user
+from quantizer.torch_state import seed_everything
 
 _logger = logging.getLogger(__name__)
 

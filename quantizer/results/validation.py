@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
 from quantizer.config.forms.form import Form
+from quantizer.config.json_types import fits
 from quantizer.config.model import ROLES, QuantizationSpec, Role, Settings
 from quantizer.config.resources import load_resource
 from quantizer.config.roles import base_role, is_parameter
 from quantizer.config.rules.spec_rules import Conflict, conflicts
-from quantizer.config.typed_fields import fits
 from quantizer.config.wording import first_names
 from quantizer.storage.files import damaged, read_json
 from quantizer.storage.opened_files import OpenFile

@@ -8,7 +8,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -26,7 +26,6 @@ from quantizer.sources.arguments import (
     arguments_of,
 )
 from quantizer.sources.batches import Batch, Fingerprint
-from quantizer.sources.kinds import NamedData, check_options, find_files, shape_of_spec
 from quantizer.sources.tensor_kinds import count_not_finite
 from quantizer.sources.user_code import require_callable
 from quantizer.sources.user_data import (
@@ -36,6 +35,9 @@ from quantizer.sources.user_data import (
     user_batches,
 )
 from quantizer.storage.process_memory import TRIM_AFTER_GROWTH, trim_heap
+
+if TYPE_CHECKING:
+    from quantizer.sources.kinds import NamedData
 
 EXAMPLE_STAMP = "an example input, not of real data"
 """What reports say if an example input takes the place of data."""
@@ -304,12 +306,16 @@ def load_batches(
     _require_positive("subset length", subset_len)
     arguments = arguments_of(module)
     kind: DataKind | None = None
-    paths: list[Path] = []
-    if isinstance(source, str):
-        label = source
-        kind, paths = find_files(source)
     options = options or {}
-    check_options(kind, options)
+    if isinstance(source, str) or options:
+        # The model's own data are of no kind
+        from quantizer.sources.kinds import NamedData, check_options, find_files
+
+        paths: list[Path] = []
+        if isinstance(source, str):
+            label = source
+            kind, paths = find_files(source)
+        check_options(kind, options)
     if kind is not None:
         named = NamedData(
             label,
@@ -335,6 +341,16 @@ def load_batches(
     batches.subset_len = subset_len
     batches.arguments = arguments
     return batches
+
+
+def is_synthetic(source: str | None) -> bool:
+    """Return whether a value of `--data` asks for data that are made from the model."""
+    if source is None:
+        return False
+    from quantizer.sources.kinds import kind_of_word
+
+    kind = kind_of_word(source)
+    return kind is not None and kind.is_synthetic
 
 
 def _opened(kind: DataKind, data: NamedData) -> Batches:
@@ -365,6 +381,8 @@ def _user_data(source: Any, label: str, arguments: Arguments, seed: int) -> Batc
 
 
 def _random_data(spec: str, size: int, seed: int) -> Batches:
+    from quantizer.sources.kinds import shape_of_spec
+
     samples, shape = shape_of_spec(spec)
 
     def open_pass() -> Iterator[Batch]:

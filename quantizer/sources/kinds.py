@@ -12,13 +12,14 @@ from typing import Any
 
 from torch import nn
 
+from quantizer.config.wording import joined
 from quantizer.declarations import DataKind
 from quantizer.errors import DataError, UsageError
 from quantizer.plugins import plugins, remedy_for_absent
 from quantizer.sources.batches import Batch
+from quantizer.sources.tensor_kinds import WEIGHT_SUFFIXES
 from quantizer.sources.user_code import split_spec
 
-WEIGHT_SUFFIXES = (".safetensors", ".pt", ".pth")
 _TENSORS = DataKind(
     "tensor files",
     "tensor file",
@@ -68,16 +69,6 @@ def data_kinds() -> dict[str, DataKind]:
     return kinds
 
 
-def is_synthetic(spec: Any) -> bool:
-    """Return whether a value of `--data` asks for data that are made from the model.
-
-    >>> is_synthetic("synthetic"), is_synthetic("synthetic:8x512"), is_synthetic("./synthetic")
-    (True, True, False)
-    """
-    kind = _kind_of_word(spec) if isinstance(spec, str) else None
-    return kind is not None and kind.is_synthetic
-
-
 def advice_without_data() -> str:
     """Return what errors about missing data add to their help."""
     return "".join(f"; {kind.advice}" for kind in data_kinds().values() if kind.advice)
@@ -98,7 +89,7 @@ def find_files(spec: str) -> tuple[DataKind | None, list[Path]]:
         DataError: there are no such files, or files of no kind or of several.
     """
     path = Path(spec)
-    kind = _kind_of_word(spec)
+    kind = kind_of_word(spec)
     if kind is not None or path.suffix == ".py" or spec.startswith("random:"):
         return kind, []
     if path.is_dir():
@@ -168,7 +159,12 @@ def check_options(kind: DataKind | None, options: Iterable[str]) -> None:
         raise UsageError(f"no plug-in is there that reads <--{name}>", help="leave it out")
 
 
-def _kind_of_word(spec: str) -> DataKind | None:
+def kind_of_word(spec: str) -> DataKind | None:
+    """Return the kind of data that a word asks for; None if the value begins with no such word.
+
+    >>> [kind is not None for kind in map(kind_of_word, ("synthetic:8x512", "./synthetic"))]
+    [True, False]
+    """
     word = spec.partition(":")[0]
     return next((kind for kind in data_kinds().values() if word and kind.word == word), None)
 
@@ -188,13 +184,3 @@ def _help(word: str) -> list[str]:
     remedy = f"give {joined(forms, 'or')}"
     name = word.partition(":")[0]
     return [remedy, f"or {remedy_for_absent(name)}"] if name else [remedy]
-
-
-def joined(words: Sequence[str], last: str) -> str:
-    """Return words with commas, and another word before the last of them.
-
-    >>> joined(["a", "b", "c"], "or")
-    'a, b or c'
-    """
-    *first, end = words
-    return f" {last} ".join(filter(None, (", ".join(first), end)))

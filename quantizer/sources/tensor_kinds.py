@@ -16,6 +16,8 @@ PLAIN_TENSORS_HELP = (
     "give dense tensors of a standard dtype: use to_dense(), dequantize() or float()"
 )
 
+WEIGHT_SUFFIXES = (".safetensors", ".pt", ".pth")
+"""The ends of the names of files with weights."""
 _DTYPES_WITH_KERNELS = (
     torch.bool,
     torch.uint8,

@@ -21,9 +21,9 @@ from types import ModuleType
 from typing import Any
 
 from quantizer.config.wording import counted, did_you_mean
-from quantizer.default_device import default_device_kept, default_device_of_user
 from quantizer.errors import WORKER_HELP, GateError, QuantizerError, lost_worker
 from quantizer.storage import process_memory
+from quantizer.torch_state import default_device_kept, default_device_of_user
 
 _logger = logging.getLogger(__name__)
 

@@ -13,10 +13,10 @@ from torch.utils.data import Dataset, IterableDataset
 
 from quantizer.config.wording import a_kind, counted
 from quantizer.errors import DataError
-from quantizer.seeding import seed_everything
 from quantizer.sources.arguments import Arguments
 from quantizer.sources.batches import Batch, Fingerprint, as_batch, prefix_errors
 from quantizer.sources.user_code import import_user_module, split_spec, user_errors
+from quantizer.torch_state import seed_everything
 
 _REPEATED_HELP = "draw random crops and orders from a fixed seed in each pass"
 _END: Any = object()

@@ -62,6 +62,12 @@ def listed_names(folder: Path) -> list[str]:
     return [name for name in place.list.files if (folder / name).is_file()]
 
 
+def listed_files(folder: Path, prefix: str) -> list[Path]:
+    """Return the files that quantizer has written to a folder whose names begin in this way."""
+    names = sorted(listed_names(folder))
+    return [folder / name for name in names if name.startswith(prefix)]
+
+
 def is_owned(folder: Path) -> bool:
     """Return whether a folder has a list."""
     return (folder / LIST_FILE).is_file()

@@ -12,7 +12,7 @@ from quantizer.config.model import Settings
 from quantizer.graph.passes import run_passes
 from quantizer.graph.tracing.parameters import set_parameter
 from quantizer.graph.tracing.trace import trace
-from quantizer.nn.image_layout import weights_last
+from quantizer.nn.layer import weights_last
 from quantizer.nn.network import Network
 from quantizer.storage.deferred_tensor import DeferredTensor, move_to_disk
 

@@ -15,7 +15,7 @@ from quantizer import (
 )
 from quantizer.config.model import QuantizationSpec as Spec
 from quantizer.numerics.metrics import sqnr_db
-from quantizer.plan.merged_fields import with_finest_position
+from quantizer.plan.match import with_finest_position
 
 
 @pytest.mark.parametrize(("bits", "position"), [(4, 12), (8, 12), (9, 15), (16, 15)])

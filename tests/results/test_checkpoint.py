@@ -17,7 +17,8 @@ from quantizer.calibration.events import ForkedEvents, RunStage, Snapshot
 from quantizer.calibration.snapshots import snapshot_of, value_of
 from quantizer.errors import DataError, ResultError
 from quantizer.results import checkpoint
-from quantizer.results.checkpoint import Checkpoint, Checkpoints
+from quantizer.results.checkpoint import Checkpoints
+from quantizer.results.checkpoint_file import Checkpoint
 from quantizer.storage.deferred_tensor import DeferredTensor, move_to_disk
 from quantizer.storage.opened_files import json_digest
 

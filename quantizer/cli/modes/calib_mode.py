@@ -10,13 +10,12 @@ from typing import Any
 from rich.console import RenderableType
 
 from quantizer.calibration import memory_prediction
-from quantizer.calibration.events import Events, ForkedEvents
+from quantizer.calibration.events import Events, ForkedEvents, RankChecks
 from quantizer.calibration.request import CalibrationRequest, CalibrationState
 from quantizer.calibration.target import Target
 from quantizer.cli import session
 from quantizer.cli.arguments.options import Options
 from quantizer.cli.arguments.places import from_start
-from quantizer.cli.modes import torchrun
 from quantizer.cli.run_folder import log_run, words_of, write_calibration
 from quantizer.cli.terminal.follow import run_display
 from quantizer.cli.terminal.output import Outcome, show_layers, table_view
@@ -76,7 +75,7 @@ def run_calib(
             target=Target(original),
             config=read.config,
             batches=batches,
-            events=ForkedEvents(*followers, torchrun.RankChecks(ranks)),
+            events=ForkedEvents(*followers, RankChecks(ranks)),
             checkpoints=checkpoints,
             seed=options.seed,
             fast_finetune=finetuned,

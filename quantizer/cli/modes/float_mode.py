@@ -1,6 +1,7 @@
 """Run `--quant_mode float`: measure the float model alone."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from quantizer.calibration.fingerprint import input_shapes
 from quantizer.cli import session
@@ -15,13 +16,16 @@ from quantizer.cli.modes.gates import (
     require_known,
     require_measured,
 )
+from quantizer.cli.session import ReadConfig, read_config_file
 from quantizer.cli.terminal.follow import progress
 from quantizer.cli.terminal.output import Outcome, metric_lines, show_layers
+from quantizer.config.load import default_config
+from quantizer.config.model import Settings
 from quantizer.distributed import ALONE, Ranks
 from quantizer.errors import UsageError
 from quantizer.evaluation.scores import measure
-from quantizer.seeding import seed_everything
 from quantizer.sources.arguments import window_length
+from quantizer.torch_state import seed_everything
 
 
 def run_float(options: Options, ranks: Ranks = ALONE) -> Outcome:
@@ -38,7 +42,7 @@ def run_float(options: Options, ranks: Ranks = ALONE) -> Outcome:
         require_measured(gates, not_measured_by_targets(batches.first()))
     if options.inspect:
         graph = session.trace_model(options, loaded, batches)
-        read = session.config_to_look(options.config_file)
+        read = config_to_look(options.config_file)
         plan = session.resolved_plan(read, graph, quiet=options.quiet)
         show_layers(options, plan.graph, plan.tensors, plan.floats)
     metrics = measure(
@@ -93,3 +97,14 @@ def with_float_metrics(
     require_known(of_user, names_in_test(metrics, options, evaluator.directions))
     seed_everything(options.seed)
     return opened.changed(float_metrics=metrics, evaluation=batches)
+
+
+def config_to_look(path: str | None) -> ReadConfig:
+    """Return the config of `--config_file`, or one that quantizes all that can be quantized.
+
+    Raises:
+        ConfigError: with all findings, when it cannot be used.
+    """
+    if path is None:
+        return ReadConfig(replace(default_config(), settings=Settings()), (), {})
+    return read_config_file(path)

@@ -2,14 +2,13 @@
 
 import sys
 from collections.abc import Callable
-from contextlib import redirect_stdout
+from contextlib import AbstractContextManager, nullcontext, redirect_stdout
 from typing import Any
 
 import torch
 
 import quantizer
 from quantizer.cli.arguments.options import RAISING, Options
-from quantizer.cli.modes import torchrun
 from quantizer.cli.modes.gates import (
     Gate,
     failed_gates,
@@ -21,11 +20,11 @@ from quantizer.cli.modes.gates import (
 from quantizer.cli.terminal import output, process
 from quantizer.cli.terminal.output import Outcome
 from quantizer.cli.terminal.screen import notes_on_stderr
-from quantizer.distributed import Ranks, require_alike
+from quantizer.distributed import ALONE, Ranks, require_alike
 from quantizer.errors import GateError, UsageError
 from quantizer.export.targets import require_choices
-from quantizer.seeding import seed_everything
 from quantizer.storage import process_memory
+from quantizer.torch_state import seed_everything
 
 _COMPARED_OPTIONS = (
     "quant_mode",
@@ -72,7 +71,7 @@ def run_mode(options: Options) -> int:
     # stderr.
     stdout = sys.stderr if options.json else sys.stdout
     with (
-        torchrun.joined_ranks(options) as (ranks, rank_options),
+        _joined_ranks(options) as (ranks, rank_options),
         notes_on_stderr(rank_options.quiet),
         redirect_stdout(stdout),
     ):
@@ -93,6 +92,15 @@ def run_mode(options: Options) -> int:
         raise outcome.error
     require_known(gates, outcome.metrics)
     return 0
+
+
+def _joined_ranks(options: Options) -> AbstractContextManager[tuple[Ranks, Options]]:
+    """Join the other ranks, if torchrun has started some."""
+    if not process.is_rank():
+        return nullcontext((ALONE, options))
+    from quantizer.cli.modes.torchrun import joined_ranks
+
+    return joined_ranks(options)
 
 
 def _require_mode(options: Options) -> None:

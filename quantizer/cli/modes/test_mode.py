@@ -11,11 +11,10 @@ from typing import TYPE_CHECKING, Any
 from rich.console import RenderableType
 
 from quantizer.calibration import fingerprint, memory_prediction
-from quantizer.calibration.events import ForkedEvents
+from quantizer.calibration.events import ForkedEvents, RankChecks
 from quantizer.cli import session
 from quantizer.cli.arguments.options import RAISING, Options
 from quantizer.cli.arguments.places import from_start
-from quantizer.cli.modes import torchrun
 from quantizer.cli.modes.gates import (
     Gate,
     failed_gates,
@@ -237,7 +236,7 @@ class _TestRun:
             calibrated,
             self.opened.loaded.module,
             self.batches,
-            ForkedEvents(progress(quiet=options.quiet), torchrun.RankChecks(self.ranks)),
+            ForkedEvents(progress(quiet=options.quiet), RankChecks(self.ranks)),
             function=self.evaluator,
             check=check,
             ranks=self.ranks,

@@ -1,6 +1,4 @@
-"""Joins the ranks that torchrun has started, of which only rank 0 prints. torch.distributed is
-imported only if torchrun is used.
-"""
+"""Joins the ranks that torchrun has started, of which only rank 0 prints."""
 
 import os
 import sys
@@ -9,38 +7,17 @@ from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdo
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from quantizer.calibration.events import Events, RunStage
 from quantizer.cli.arguments.options import Options
-from quantizer.distributed import ALONE, Ranks
+from quantizer.distributed import Ranks
 from quantizer.errors import ModelError, QuantizerError
 from quantizer.sources.user_code import ends_in_user_code, user_error
 
 if TYPE_CHECKING:
     from quantizer.distributed.process_group import ProcessGroup
 
-_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-"""The environment variables that torchrun sets for each process."""
 _URL = "env://"
 _joined: list["ProcessGroup"] = []
 """The group of this process, which it leaves at the end."""
-
-
-class RankChecks(Events):
-    """Checks after each unit of work whether another rank has stopped."""
-
-    def __init__(self, ranks: Ranks) -> None:
-        self._ranks = ranks
-
-    def advanced(self, stage: RunStage) -> None:
-        """Raise an error if another rank has stopped."""
-        self._ranks.check()
-
-
-def is_used() -> bool:
-    """Return whether torchrun has started this process as one of several."""
-    if not all(os.environ.get(name) for name in _VARIABLES):
-        return False
-    return int(os.environ["WORLD_SIZE"]) > 1
 
 
 @contextmanager
@@ -54,9 +31,6 @@ def joined_ranks(options: Options) -> Iterator[tuple[Ranks, Options]]:
     Raises:
         RankError: not all ranks start.
     """
-    if not is_used():
-        yield ALONE, options
-        return
     import torch
 
     from quantizer.distributed.process_group import ProcessGroup
@@ -91,7 +65,7 @@ def one_voice(arguments: list[str]) -> Iterator[None]:
     At the end, the other ranks wait until the first has printed everything.
     """
     with ExitStack() as stack:
-        if is_used() and os.environ["RANK"] != "0" and "--debug" not in arguments:
+        if os.environ["RANK"] != "0" and "--debug" not in arguments:
             nowhere = stack.enter_context(open(os.devnull, "w", encoding="utf-8"))
             stack.enter_context(redirect_stdout(nowhere))
             stack.enter_context(redirect_stderr(nowhere))

@@ -11,9 +11,8 @@ from quantizer.cli.arguments.options import Options
 from quantizer.cli.terminal.render import workflow_command
 from quantizer.evaluation.output_warnings import NOTES
 from quantizer.printable import one_line
-from quantizer.report.rows import layer_name, most_damaged, tensor_name
+from quantizer.report.rows import layer_name, measured_lines, most_damaged, tensor_name
 from quantizer.report.tables import number_text
-from quantizer.report.verdict import measured_lines
 
 _MAX_ROWS = 10
 _ESCAPES = str.maketrans(

@@ -23,6 +23,8 @@ _CODES = {signal.SIGINT: 130, signal.SIGTERM: 143}
 """The exit code of each signal."""
 if hasattr(signal, "SIGHUP"):
     _CODES[signal.SIGHUP] = 143
+_RANK_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+"""The environment variables that torchrun sets for each process."""
 _ENCODING_ERRORS = "backslashreplace"
 """The encoding of a terminal may lack characters of layers or files."""
 
@@ -35,6 +37,13 @@ _SHOW_CURSOR = "\x1b[?25h"
 
 class Terminated(KeyboardInterrupt):
     """Stands for SIGTERM or SIGHUP, as KeyboardInterrupt does for Ctrl-C."""
+
+
+def is_rank() -> bool:
+    """Return whether torchrun has started this process as one of several."""
+    if not all(os.environ.get(name) for name in _RANK_VARIABLES):
+        return False
+    return int(os.environ["WORLD_SIZE"]) > 1
 
 
 def handle_termination() -> None:

@@ -17,10 +17,9 @@ from quantizer.commands.convert.findings import (
     range_of_batches_differs,
     specs_by_role,
 )
-from quantizer.config.algorithms import SWITCHES
+from quantizer.config.algorithms import SWITCHES, algorithm_entry
 from quantizer.config.diagnostics import Diagnostics, Place
 from quantizer.config.document.document import pointer_to
-from quantizer.config.forms.algorithm_words import algorithm_entry
 from quantizer.config.forms.hierarchical_spec import (
     PARAMETERS,
     observer_word,

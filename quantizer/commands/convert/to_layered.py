@@ -18,9 +18,9 @@ from quantizer.commands.convert.findings import (
     specificity,
     specs_by_role,
 )
+from quantizer.config.algorithms import algorithm_entry
 from quantizer.config.diagnostics import Diagnostics, Place
 from quantizer.config.document.document import path_from, pointer_to, value_at
-from quantizer.config.forms.algorithm_words import algorithm_entry
 from quantizer.config.forms.form import CACHE_BLOCK, block_of
 from quantizer.config.forms.level_edits import entry, parameters
 from quantizer.config.json_types import JsonMapping, JsonObject

@@ -12,6 +12,7 @@ from quantizer.cli import session
 from quantizer.cli.arguments.grouped_command import command
 from quantizer.cli.arguments.options import LOOK, TABLE, Options, takes
 from quantizer.cli.arguments.places import from_start
+from quantizer.cli.modes.float_mode import config_to_look
 from quantizer.cli.modes.gates import failed_gates, met_gate_lines, parse_gate, require_known
 from quantizer.cli.terminal import output
 from quantizer.cli.terminal.output import filtered_view
@@ -78,7 +79,7 @@ def inspect(
     quantizer inspect --algorithms --model my_model.py
     """
     gates = [parse_gate(text) for text in gate]
-    read = session.config_to_look(options.config_file)
+    read = config_to_look(options.config_file)
     settings = read.config.settings
     for_dpu = target is not None
     if options.config_file is not None and settings.target_device == "DPU":

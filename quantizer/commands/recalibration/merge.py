@@ -40,8 +40,8 @@ from quantizer.results.folder import (
 from quantizer.results.graph_file import example_batch, reuse_or_trace
 from quantizer.results.result_set import locked, require_result_folder
 from quantizer.results.write import check_owner, require_expendable
-from quantizer.seeding import seed_everything
 from quantizer.sources.data import Batches
+from quantizer.torch_state import seed_everything
 
 _ALIKE = "calibrate both alike"
 _TOGETHER = "calibrate once on all data instead: several ranks can share it"

@@ -15,7 +15,6 @@ from quantizer.cli import session
 from quantizer.cli.arguments.grouped_command import command
 from quantizer.cli.arguments.options import TARGET_OPTIONS, Options, option, takes
 from quantizer.cli.arguments.places import PathType, PluginWord, as_typed, from_start
-from quantizer.cli.modes import torchrun
 from quantizer.cli.modes.calib_mode import run_calib, with_remedy
 from quantizer.cli.modes.float_mode import with_float_metrics
 from quantizer.cli.modes.gates import (
@@ -31,7 +30,7 @@ from quantizer.cli.modes.gates import (
 )
 from quantizer.cli.modes.run_mode import require_met
 from quantizer.cli.modes.test_mode import run_test
-from quantizer.cli.terminal import output
+from quantizer.cli.terminal import output, process
 from quantizer.cli.terminal.follow import one_display
 from quantizer.cli.terminal.render import say_note
 from quantizer.cli.terminal.screen import notes_on_stderr
@@ -69,7 +68,7 @@ from quantizer.printable import json_text
 from quantizer.report.verdict import verdict
 from quantizer.results.checkpoint import Checkpoints
 from quantizer.results.result_set import mark_result_folder, require_result_folder
-from quantizer.seeding import seed_everything
+from quantizer.torch_state import seed_everything
 
 
 @dataclass(frozen=True)
@@ -154,7 +153,7 @@ def run(model: str, options: RunOptions) -> None:
     quantizer run my_model.py --to w8 -o small
     """
     gates = [parse_gate(text) for text in options.gate]
-    if torchrun.is_used():
+    if process.is_rank():
         raise UsageError(
             "`quantizer run` works in one process",
             help="use --quant_mode calib and --quant_mode test under torchrun",

@@ -38,10 +38,10 @@ from quantizer.plan.model import Plan
 from quantizer.plan.resolve import resolve_plan
 from quantizer.plan.size import weight_bytes
 from quantizer.results.calibrated import Calibrated
-from quantizer.seeding import seed_everything
 from quantizer.sources.batches import Batch
 from quantizer.sources.data import Batches
 from quantizer.sources.models import LoadedModel
+from quantizer.torch_state import seed_everything
 
 LEAST_GAIN = 0.01
 """A change gains something if it takes away this share of the distance from the gates. Less is

@@ -32,9 +32,9 @@ from quantizer.report.tables import finite_row, number_text
 from quantizer.report.view import Listing
 from quantizer.results.folder import TUNE_FILE, read_info
 from quantizer.results.result_set import locked_as_opened, mark_result_folder
-from quantizer.seeding import seed_everything
 from quantizer.storage.files import cannot_use, write_json
 from quantizer.storage.replacing import replace_file
+from quantizer.torch_state import seed_everything
 
 TUNED_CONFIG = "tuned_config.json"
 """The name of the written config if the search started from a file of the user."""

@@ -37,8 +37,8 @@ from quantizer.report.next_step import TEST_OPTIONS
 from quantizer.results.calibrated import check_model, check_plan
 from quantizer.results.folder import ANALYSIS_FILE, QuantInfo, open_written, read_info
 from quantizer.results.result_set import locked_as_opened
-from quantizer.seeding import seed_everything
 from quantizer.storage.files import write_json
+from quantizer.torch_state import seed_everything
 
 _FLOATS = tuple(sorted(CAST_ONLY - {"float32"}))
 """The float formats that --choices may name."""

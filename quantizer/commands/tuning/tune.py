@@ -13,7 +13,6 @@ from quantizer.cli import session
 from quantizer.cli.arguments.grouped_command import command
 from quantizer.cli.arguments.options import MODEL, Options, takes
 from quantizer.cli.arguments.places import from_start
-from quantizer.cli.modes import torchrun
 from quantizer.cli.modes.gates import (
     Gate,
     gate_lines,
@@ -22,7 +21,7 @@ from quantizer.cli.modes.gates import (
     require_known_parts,
 )
 from quantizer.cli.modes.run_mode import require_met
-from quantizer.cli.terminal import output
+from quantizer.cli.terminal import output, process
 from quantizer.cli.terminal.follow import one_display
 from quantizer.cli.terminal.screen import notes_on_stderr
 from quantizer.commands.searching.divided_data import divide_data
@@ -39,8 +38,8 @@ from quantizer.export.exporting import require_extras
 from quantizer.printable import json_text
 from quantizer.results.result_set import locked, require_result_folder
 from quantizer.results.write import check_owner
-from quantizer.seeding import seed_everything
 from quantizer.storage.replacing import require_writable
+from quantizer.torch_state import seed_everything
 
 
 @dataclass(frozen=True)
@@ -89,7 +88,7 @@ def tune(options: TuneOptions) -> None:
 
 def _require_usable(options: TuneOptions, gates: Sequence[Gate]) -> None:
     """Raise `UsageError` if options are missing, or exclude each other."""
-    if torchrun.is_used():
+    if process.is_rank():
         raise UsageError(
             "`quantizer tune` works in one process", help="run it without torchrun"
         )

@@ -118,6 +118,22 @@ class Document:
         paths = [(*path, index) for index in indices]
         return [item for item in paths if self.get(*item) is not None]
 
+    def entries(self, *blocks: str) -> list[JsonPath]:
+        """Return the paths of the entries of the blocks; one entry may stand without a list."""
+        paths: list[JsonPath] = []
+        for block in blocks:
+            if isinstance(self.get(block), dict):
+                paths.append((block,))
+            else:
+                paths += self.items(block)
+        return paths
+
+    def names(self, *blocks: str) -> list[tuple[str, Place | None]]:
+        """Return the name of every entry of the blocks, in order, and its place."""
+        paths = [(*path, "name") for path in self.entries(*blocks)]
+        names = [(self.get(*path), self.place(*path)) for path in paths]
+        return [(name, place) for name, place in names if isinstance(name, str)]
+
 
 def pointer_to(*path: str | int) -> str:
     """Return the JSON pointer of a path.

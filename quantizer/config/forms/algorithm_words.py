@@ -1,69 +1,27 @@
-"""Read entries of `algo_config`, `pre_quant_opt_config` and `algorithms`, and write them."""
+"""Read entries of `algo_config`, `pre_quant_opt_config` and `algorithms`."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any, get_args, get_type_hints
 
-from quantizer.config.algorithms import ALGORITHMS, AlgoConfig, read_keys, settings_of
+from quantizer.config.algorithms import ALGORITHMS, AlgoConfig, settings_of
 from quantizer.config.diagnostics import Place
 from quantizer.config.document.document import Document
-from quantizer.config.forms.form import ALGORITHM_LISTS, Form
+from quantizer.config.forms.form import ALGORITHM_BLOCKS, Form
 from quantizer.config.json_types import JsonObject, JsonPath
-from quantizer.config.model import Algorithm, ConfigRule, ResolvedConfig, Settings, Sourced
+from quantizer.config.model import Algorithm, Sourced
 
 _GROUP_KEYS = ("prev_op", "layers", "inp")
 """The members of a group of layers that something reads."""
 
 
-def config_of(
-    file: Document, form: Form, settings: Settings, rules: Iterable[ConfigRule]
-) -> ResolvedConfig:
-    """Return the config of a file in a form, with its algorithms; unknown ones are left out."""
-    blocks = ALGORITHM_LISTS if form == "hierarchical" else ("algorithms",)
+def read_algorithms(file: Document, form: Form) -> tuple[Algorithm, ...]:
+    """Return the algorithms of a file in a form; unknown ones are left out."""
     algorithms: list[Algorithm] = []
-    for path in _entries(file, *blocks):
+    for path in file.entries(*ALGORITHM_BLOCKS[form]):
         name = file.get(*path, "name")
         if isinstance(name, str) and name in ALGORITHMS:
             algorithms.append(_read_entry(file, path, ALGORITHMS[name]))
-    source = file.source
-    return ResolvedConfig(
-        settings=settings,
-        rules=tuple(rules),
-        source=source.name,
-        document=file.value,
-        form=form,
-        algorithms=tuple(algorithms),
-        text=source.text,
-    )
-
-
-def read_names(document: Document, *blocks: str) -> tuple[tuple[str, Place | None], ...]:
-    """Return the name of every entry of the blocks, in order, and its place."""
-    paths = [(*path, "name") for path in _entries(document, *blocks)]
-    names = [(document.get(*path), document.place(*path)) for path in paths]
-    return tuple((name, place) for name, place in names if isinstance(name, str))
-
-
-def algorithm_entry(settings: AlgoConfig) -> JsonObject:
-    """Return the entry of a file that means the same as settings, with every default that
-    something reads.
-
-    >>> algorithm_entry(ALGORITHMS["rotation"](seed=3))
-    {'name': 'rotation', 'residual': True, 'values': True, 'online': True, 'seed': 3}
-    """
-    keys = ("name", *read_keys(type(settings)))
-    values = {key: getattr(settings, key) for key in keys}
-    return {key: value for key, value in values.items() if value is not None}
-
-
-def _entries(document: Document, *blocks: str) -> list[JsonPath]:
-    """Return the paths of the entries of the blocks; one entry may stand without a list."""
-    paths: list[JsonPath] = []
-    for block in blocks:
-        if isinstance(document.get(block), dict):
-            paths.append((block,))
-        else:
-            paths += document.items(block)
-    return paths
+    return tuple(algorithms)
 
 
 def _read_entry(document: Document, path: JsonPath, kind: type[AlgoConfig]) -> Algorithm:

@@ -31,7 +31,12 @@ _LAYERED_BLOCKS = frozenset(
 """Source: Vitis AI, quantization configuration."""
 
 ALGORITHM_LISTS = ("pre_quant_opt_config", "algo_config")
-"""The lists of algorithms, in the order in which they run."""
+"""The lists of algorithms of the hierarchical form, in the order in which they run."""
+ALGORITHM_BLOCKS: Mapping[Form, tuple[str, ...]] = {
+    "layered": ("algorithms",),
+    "hierarchical": ALGORITHM_LISTS,
+}
+"""The blocks of a form that list algorithms."""
 
 CACHE_BLOCK = "kv_cache_quant_config"
 """The key of the block that is about the key-value cache."""
@@ -63,6 +68,11 @@ def block_of(form: Form, name: str = "") -> JsonMapping:
     """Return a block by its name in the form's schema; without a name, the file itself."""
     schema: JsonMapping = load_resource("schemas", f"{form}.schema.json")
     return schema["definitions"][name] if name else schema
+
+
+def shipped_algorithms(form: Form) -> tuple[str, ...]:
+    """Return the algorithms that the form's schema names."""
+    return tuple(block_of(form)["definitions"]["algorithm"]["properties"]["name"]["enum"])
 
 
 SPEC_KEYS = tuple(

@@ -6,14 +6,12 @@ from typing import Any, Literal
 
 from quantizer.config.algorithms import SWITCHES
 from quantizer.config.document.document import Document
-from quantizer.config.forms.algorithm_words import config_of, read_names
 from quantizer.config.forms.form import ALGORITHM_LISTS, CACHE_BLOCK, SPEC_KEYS
 from quantizer.config.forms.hierarchical_spec import Words
 from quantizer.config.model import (
     ConfigRule,
     Fields,
     QuantizationSpec,
-    ResolvedConfig,
     Role,
     Selector,
     Settings,
@@ -65,19 +63,19 @@ class HierarchicalLevel:
 
 def translate_hierarchical(
     file: Document,
-) -> tuple[ResolvedConfig, tuple[HierarchicalLevel, ...]]:
+) -> tuple[Settings, list[ConfigRule], tuple[HierarchicalLevel, ...]]:
     """Translate the valid part of a document in the form's own words.
 
     Returns:
-        The config, and the levels of the file: the global one first, then those of types, names
-        and the key-value cache. The first rule of the config quantizes nothing, then follows
-        one for each level, and then one for each entry of `exclude`.
+        The settings, the rules, and the levels of the file: the global one first, then those of
+        types, names and the key-value cache. The first rule quantizes nothing, then follows one
+        for each level, and then one for each entry of `exclude`.
     """
     levels = tuple(_levels(file))
     rules = [ConfigRule(Selector("all"), "default", roles=frozenset())]
     rules += [level.rule() for level in levels]
     rules += _excludes(file)
-    return config_of(file, "hierarchical", _settings(file), rules), levels
+    return _settings(file), rules, levels
 
 
 def _settings(file: Document) -> Settings:
@@ -87,7 +85,7 @@ def _settings(file: Document) -> Settings:
         "target_device": Sourced(file.get(*device_path) or None, file.place(*device_path))
     }
     # In reverse, so that the first entry of a switch decides its place
-    for name, place in reversed(read_names(file, *ALGORITHM_LISTS)):
+    for name, place in reversed(file.names(*ALGORITHM_LISTS)):
         if name in SWITCHES:
             stated[SWITCHES[name]] = Sourced(True, place)
     return Settings.of(stated)

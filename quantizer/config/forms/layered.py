@@ -6,18 +6,8 @@ from typing import Literal
 
 from quantizer.config.diagnostics import Place
 from quantizer.config.document.document import Document
-from quantizer.config.forms.algorithm_words import config_of
 from quantizer.config.json_types import JsonPath
-from quantizer.config.model import (
-    ROLES,
-    ConfigRule,
-    Fields,
-    ResolvedConfig,
-    Role,
-    Selector,
-    Settings,
-    Sourced,
-)
+from quantizer.config.model import ROLES, ConfigRule, Fields, Role, Selector, Settings, Sourced
 
 FIELDS = {
     "datatype": "dtype",
@@ -86,11 +76,13 @@ class LayeredLevel:
         return ConfigRule(self.selector, label, self.roles, self.roles_place, merged)
 
 
-def translate_layered(file: Document) -> tuple[ResolvedConfig, tuple[LayeredLevel, ...]]:
+def translate_layered(
+    file: Document,
+) -> tuple[Settings, list[ConfigRule], tuple[LayeredLevel, ...]]:
     """Translate the valid part of a document of the layered form.
 
     Returns:
-        The config, whose rules are in the file's order, and the levels: the top first.
+        The settings, the rules in the file's order, and the levels: the top first.
     """
     everything = Selector("all")
     top = _level(file, everything, ())
@@ -100,7 +92,7 @@ def translate_layered(file: Document) -> tuple[ResolvedConfig, tuple[LayeredLeve
         ConfigRule(everything, _TENSOR, fields=top.tensor),
     ]
     rules += [level.rule() for level in layers]
-    return config_of(file, "layered", _settings(file), rules), (top, *layers)
+    return _settings(file), rules, (top, *layers)
 
 
 def _settings(file: Document) -> Settings:

@@ -5,9 +5,8 @@ without comments. Complete documents are compared value by value.
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from quantizer.config.algorithms import SWITCHES, entry_kinds
+from quantizer.config.algorithms import SWITCHES, algorithm_entry, entry_kinds
 from quantizer.config.document.document import pointer_to
-from quantizer.config.forms.algorithm_words import algorithm_entry
 from quantizer.config.forms.form import ALGORITHM_LISTS, CACHE_BLOCK, SPEC_KEYS
 from quantizer.config.json_types import JsonMapping, JsonObject, JsonPath
 from quantizer.config.model import CAST_ONLY, ResolvedConfig, Settings

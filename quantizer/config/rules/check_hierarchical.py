@@ -7,7 +7,6 @@ from collections.abc import Iterable, Sequence
 from quantizer.config.algorithms import SWITCHES
 from quantizer.config.diagnostics import Diagnostic, Diagnostics, Place, Severity, related_to
 from quantizer.config.document.document import Document
-from quantizer.config.forms.algorithm_words import read_names
 from quantizer.config.forms.form import ALGORITHM_LISTS, CACHE_BLOCK
 from quantizer.config.forms.hierarchical import HierarchicalLevel
 from quantizer.config.forms.hierarchical_spec import OBSERVER_METHODS, PARAMETERS, Words
@@ -280,7 +279,7 @@ def _passes(file: Document) -> Diagnostics:
     """
     first: tuple[str, Place | None] | None = None
     seen: set[str] = set()
-    for name, place in read_names(file, *ALGORITHM_LISTS):
+    for name, place in file.names(*ALGORITHM_LISTS):
         if name not in SWITCHES:
             first = first or (name, place)
         elif first is not None:

@@ -12,18 +12,18 @@ from functools import cache
 from itertools import chain, islice
 from typing import TYPE_CHECKING, Any
 
-from quantizer.config.algorithm_schema import form_schema
 from quantizer.config.algorithms import entry_kinds
 from quantizer.config.diagnostics import Diagnostic, Diagnostics, Place
 from quantizer.config.document.document import Document
-from quantizer.config.forms.algorithm_words import read_names
 from quantizer.config.forms.form import (
     ALGORITHM_LISTS,
     Form,
+    block_of,
     form_of,
     plugin_of_algorithm,
     plugin_of_setting,
     remedy,
+    shipped_algorithms,
 )
 
 if TYPE_CHECKING:
@@ -63,10 +63,17 @@ def _validator(form: Form, algorithms: tuple[str, ...]) -> Validator:
     from jsonschema.validators import extend
 
     validator: type[Validator] = extend(Draft7Validator, {"uniqueItems": _unique_items})  # type: ignore[no-untyped-call]
-    schema = dict(form_schema(form))
+    schema = block_of(form)
+    shipped = shipped_algorithms(form)
+    added = [name for name in algorithms if name not in shipped]
+    if added:
+        # The schema has the algorithms of quantizer's own plug-ins
+        from quantizer.config.algorithm_schema import form_schema
+
+        schema = form_schema(form, (*shipped, *added), added)
     # The conflict rules
-    schema.pop("allOf", None)
-    return validator(schema)
+    others = {key: part for key, part in schema.items() if key != "allOf"}
+    return validator(others)
 
 
 def _unique_items(
@@ -93,7 +100,7 @@ def check_present(document: Document) -> Diagnostics:
         plugin = plugin_of_setting(key) if value is True else ""
         if plugin:
             yield _missing(key, plugin, document.place(key), "set it to false")
-    for name, place in read_names(document, "algorithms", *ALGORITHM_LISTS):
+    for name, place in document.names("algorithms", *ALGORITHM_LISTS):
         plugin = plugin_of_algorithm(name)
         if plugin:
             yield _missing(name, plugin, place, "remove it")

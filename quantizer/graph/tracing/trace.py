@@ -20,7 +20,6 @@ from torch.utils import _pytree as pytree
 
 from quantizer.config.run_options import AXES
 from quantizer.config.wording import listed, with_article
-from quantizer.default_device import default_device_of_user
 from quantizer.errors import ModelError, SameForAllExamplesError
 from quantizer.graph.ir import Call, Graph
 from quantizer.graph.names import check_names
@@ -50,6 +49,7 @@ from quantizer.graph.tracing.torch_modules import (
     rotations_keep_nothing,
 )
 from quantizer.storage.process_memory import pause_garbage_collection
+from quantizer.torch_state import default_device_of_user
 
 logger = logging.getLogger(__name__)
 

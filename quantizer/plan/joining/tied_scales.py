@@ -3,11 +3,12 @@ key and value of an attention, and the two factors of a gated product.
 """
 
 import itertools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from quantizer.config.model import QuantizationSpec
 from quantizer.graph.channels.axis_rules import PRODUCT
 from quantizer.graph.ir import Graph, Node, derived
+from quantizer.observers import Observer
 from quantizer.plan.model import TensorSpecs
 
 _NO_LAYERS: frozenset[str] = frozenset()
@@ -188,3 +189,23 @@ def has_tensor_scale(spec: QuantizationSpec) -> bool:
     if not spec.is_scaled or spec.dtype == "int":
         return False
     return spec.scale_type == "e4m3" or spec.qscheme == "per_tensor"
+
+
+def tied_steps(
+    groups: Iterable[tuple[str, ...]], observer_of: Callable[[str], Observer]
+) -> dict[str, float]:
+    """Return the largest step of the weights that share a scale with a layer's, by layer.
+
+    Args:
+        groups: the layers whose weights share a scale.
+        observer_of: returns the observer that has seen the weight of a layer.
+    """
+    steps: dict[str, float] = {}
+    for group in groups:
+        largest = 0.0
+        for layer in group:
+            observer = observer_of(layer)
+            largest = max(largest, observer.largest_step())
+        for layer in group:
+            steps[layer] = largest
+    return steps

@@ -8,7 +8,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from quantizer.report.html import Markup, element, fragment
+from quantizer.printable import Markup, element, fragment
 
 WIDTH = 720
 """The width of a drawing. All lengths are in the units of the drawing."""

@@ -5,7 +5,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from quantizer.report.html import Markup, element
+from quantizer.printable import Markup, element
 from quantizer.report.page.axes import (
     DATA_WIDTH,
     ROW,

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from quantizer.config.json_types import JsonMapping, JsonObject
 from quantizer.evaluation.output_warnings import NOTES
-from quantizer.report.html import Markup, fragment, with_code
+from quantizer.printable import Markup, fragment, with_code
 from quantizer.report.page import figures, summary
 from quantizer.report.page.axes import number
 from quantizer.report.page.figures import ACCUMULATED, LOCAL, measured_rows, page_file

@@ -4,8 +4,8 @@ from quantizer.declarations import Plugin
 
 _FUNCTIONS = {
     "page": "quantizer.report.page.page:page",
-    "plots": "quantizer.report.page.figures:write_plots",
-    "events": "quantizer.report.page.figures:write_events",
+    "plots": "quantizer.report.page.plots:write_plots",
+    "events": "quantizer.report.page.plots:write_events",
 }
 
 PLUGIN = Plugin("page", report=_FUNCTIONS)

@@ -21,8 +21,13 @@ from quantizer.report.next_step import (
     options_of,
 )
 from quantizer.report.page.axes import number
-from quantizer.report.rows import layer_name, most_damaged, tensor_name
-from quantizer.report.verdict import measured_lines, pair_texts
+from quantizer.report.rows import (
+    layer_name,
+    measured_lines,
+    most_damaged,
+    pair_texts,
+    tensor_name,
+)
 from quantizer.sources.directions import Directions
 from quantizer.storage.process_memory import size_text
 

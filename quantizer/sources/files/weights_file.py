@@ -11,8 +11,7 @@ from torch.nn.parameter import is_lazy
 from quantizer.config.wording import a_kind, first_names
 from quantizer.errors import ModelError
 from quantizer.sources.files.tensor_files import read_file
-from quantizer.sources.kinds import WEIGHT_SUFFIXES
-from quantizer.sources.tensor_kinds import dtype_name, unsupported_reason
+from quantizer.sources.tensor_kinds import WEIGHT_SUFFIXES, dtype_name, unsupported_reason
 
 _logger = logging.getLogger(__name__)
 

@@ -15,8 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from quantizer.config.json_types import JsonMapping
-from quantizer.config.typed_fields import fits
+from quantizer.config.json_types import JsonMapping, fits
 from quantizer.config.wording import counted, first_names, listed
 from quantizer.errors import ModelError
 from quantizer.graph.tracing.parameters import replace_parameters

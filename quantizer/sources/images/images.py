@@ -16,7 +16,7 @@ from typing import IO, Any, TypeVar
 import torch
 from torch import Tensor
 
-from quantizer.config.typed_fields import fits
+from quantizer.config.json_types import fits
 from quantizer.config.wording import did_you_mean, listed
 from quantizer.errors import DataError, UsageError, pip_line
 from quantizer.sources.batches import Batch, prefix_errors

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from quantizer.config.json_types import fits
 from quantizer.config.patterns import matching_limit
-from quantizer.config.typed_fields import fits
 from quantizer.config.wording import quoted
 from quantizer.errors import ModelError
 from quantizer.numerics.granularity import BlockSize, block_counts

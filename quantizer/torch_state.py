@@ -1,7 +1,9 @@
 """Keep the default device that the user's code sets for torch to that code: tensors of this
-package are made on the CPU unless a device is given. Imports no torch.
+package are made on the CPU unless a device is given. Seed the global random generators. This
+file is imported without torch.
 """
 
+import random
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -52,3 +54,19 @@ def _current() -> Any:
 def _change(before: Any, after: Any) -> None:
     if before != after:
         sys.modules["torch"].set_default_device(after)
+
+
+def seed_everything(seed: int) -> None:
+    """Seed Python's, torch's and, if it is loaded, numpy's global generator."""
+    import torch
+
+    random.seed(seed)
+    # It asks only what torch was built for: looking for devices would break forks
+    if torch.accelerator.current_accelerator() is not None:
+        torch.manual_seed(seed)
+    else:
+        # torch.manual_seed would store a traceback for devices that may come later
+        torch.default_generator.manual_seed(seed)
+    numpy = sys.modules.get("numpy")
+    if numpy:
+        numpy.random.seed(seed % 2**32)
