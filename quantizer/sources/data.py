@@ -305,18 +305,12 @@ def load_batches(
     _require_positive("batch size", batch_size)
     _require_positive("subset length", subset_len)
     arguments = arguments_of(module)
-    kind: DataKind | None = None
-    options = options or {}
-    if isinstance(source, str) or options:
-        # The model's own data are of no kind
-        from quantizer.sources.kinds import NamedData, check_options, find_files
-
-        paths: list[Path] = []
-        if isinstance(source, str):
-            label = source
-            kind, paths = find_files(source)
-        check_options(kind, options)
+    if isinstance(source, str):
+        label = source
+    kind, paths = _kind_of(source, options or {})
     if kind is not None:
+        from quantizer.sources.kinds import NamedData
+
         named = NamedData(
             label,
             paths,
@@ -324,7 +318,7 @@ def load_batches(
             batch_size=batch_size,
             samples=subset_len,
             seed=seed,
-            options=options,
+            options=options or {},
             defaults=defaults or {},
             example=example,
         )
@@ -341,6 +335,20 @@ def load_batches(
     batches.subset_len = subset_len
     batches.arguments = arguments
     return batches
+
+
+def _kind_of(source: Any, options: Iterable[str]) -> tuple[DataKind | None, list[Path]]:
+    """Return the kind of data and its files, as `find_files` does, and check that the kind reads
+    the options that were given.
+    """
+    if not isinstance(source, str) and not options:
+        # The model's own data are of no kind
+        return None, []
+    from quantizer.sources.kinds import check_options, find_files
+
+    kind, paths = find_files(source) if isinstance(source, str) else (None, [])
+    check_options(kind, options)
+    return kind, paths
 
 
 def is_synthetic(source: str | None) -> bool:

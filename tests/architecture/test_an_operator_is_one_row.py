@@ -43,7 +43,7 @@ NAMED = {
     "plan/floating.py": "what each operator makes of divisors and indices, and wants exact",
     "plan/fit/fitted_layers.py": "finds norms that are written out, and outputs that are cut",
     "plan/mask_constants.py": "what each operator makes of the lowest values of a mask",
-    "plan/kept_float.py": "a setting that is about additions",
+    "plan/match.py": "a setting that is about additions",
     "plan/dpu_limits.py": "what the DPU has",
     "plan/dpu_support.py": "what the DPU has",
     "commands/inspection/inspect.py": "what the DPU approximates",
