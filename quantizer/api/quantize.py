@@ -52,7 +52,7 @@ from quantizer.export.targets import EXPORTERS, FOLDER, checked_choices, checked
 from quantizer.export.value_names import require_fitting_names
 from quantizer.export.without_codes import layers_to_leave
 from quantizer.graph.ir import Graph
-from quantizer.graph.tracing.untraced import Untraced, untraced_part
+from quantizer.graph.modules import Untraced, untraced_part
 from quantizer.nn.layer import check_float
 from quantizer.plan.fit.fitted_config import LayersToLeave, fitted_text
 from quantizer.plugins import remedy_for_absent

@@ -197,7 +197,7 @@ def _with_cause(
     assert loss is not None
     kind, text = loss
     # Only losses need it
-    from quantizer.evaluation.loss_causes import MAX_TRIED, best_in_float, suspects
+    from quantizer.evaluation.ablation import MAX_TRIED, best_in_float, suspects
 
     tensors = suspects(part, output, compared, networks.reference.graph)
     best = best_in_float(islice(tensors, MAX_TRIED), networks, part.name)

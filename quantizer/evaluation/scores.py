@@ -318,7 +318,7 @@ def _explained(scores: Scores, networks: Networks) -> tuple[OutputWarning, ...]:
     if lowest is None or is_spoiled or lowest.noise.sqnr_db >= LOW_DB:
         return warnings
     # Few networks lose so much
-    from quantizer.evaluation.loss_causes import remark_on_low_sqnr
+    from quantizer.evaluation.ablation import remark_on_low_sqnr
 
     _logger.warning("%s", remark_on_low_sqnr(lowest, scores.comparison, networks))
     return warnings

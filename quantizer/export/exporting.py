@@ -129,7 +129,7 @@ def planned_refusals(
         refusals = list(_refusals(checked, plan.graph, plan.specs, opset))
     if not EXPORTERS[checked.target].for_transformers:
         return refusals
-    from quantizer.plan.fit.fitted_algorithms import rounded_apart
+    from quantizer.plan.fit.fitted_config import rounded_apart
 
     for algorithm in algorithms:
         why = f"is of a module that is called several times: {algorithm.name} rounds it for "

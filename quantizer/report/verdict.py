@@ -13,8 +13,8 @@ from quantizer.config.json_types import JsonMapping
 from quantizer.config.roles import base_role, is_parameter
 from quantizer.config.wording import counted, first_names
 from quantizer.evaluation.output_warnings import NOTES
+from quantizer.graph.modules import Untraced
 from quantizer.graph.names import path_names
-from quantizer.graph.tracing.untraced import Untraced
 from quantizer.numerics.codes import bits_of
 from quantizer.plan.model import Key, Plan
 from quantizer.plan.resolve import NO_RULES

@@ -338,8 +338,8 @@ def load_batches(
 
 
 def _kind_of(source: Any, options: Iterable[str]) -> tuple[DataKind | None, list[Path]]:
-    """Return the kind of data and its files, as `find_files` does, and check that the kind reads
-    the options that were given.
+    """Return the kind of data and its files, as `find_files` does, and check that this kind
+    reads the options that were given.
     """
     if not isinstance(source, str) and not options:
         # The model's own data are of no kind

@@ -10,7 +10,7 @@ from quantizer.config.wording import counted, first_names
 from quantizer.graph.structure.definitions import Structure
 from quantizer.graph.structure.find import find_structure
 from quantizer.numerics.codes import bits_of
-from quantizer.plan.fit.fitted_algorithms import can_rescale, input_spec
+from quantizer.plan.fit.fitted_config import can_rescale, input_spec
 from quantizer.plan.fit.fitted_layers import behind_norms
 from quantizer.plan.fit.fitting import Fitting
 

@@ -51,9 +51,8 @@ from quantizer.export.exporting import export_modules, planned_refusals, refuse
 from quantizer.export.saved_modules import save_verified
 from quantizer.export.summary import export_summary
 from quantizer.export.targets import EXPORTERS, FOLDER, checked_target
-from quantizer.graph.modules import uncovered_modules
+from quantizer.graph.modules import Untraced, uncovered_modules
 from quantizer.graph.tracing.parameters import replace_parameters
-from quantizer.graph.tracing.untraced import Untraced
 from quantizer.plan.model import Plan
 from quantizer.plan.size import weight_bytes
 from quantizer.report import tables

@@ -61,8 +61,7 @@ from quantizer.export.targets import EXPORTERS, require_choices
 from quantizer.export.value_names import require_fitting_names
 from quantizer.export.without_codes import layers_to_leave
 from quantizer.graph.ir import Graph
-from quantizer.graph.modules import module_graph
-from quantizer.graph.tracing.untraced import untraced_part
+from quantizer.graph.modules import module_graph, untraced_part
 from quantizer.plan.fit.fitted_config import fitted_text
 from quantizer.printable import json_text
 from quantizer.report.verdict import verdict

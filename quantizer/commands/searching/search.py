@@ -16,7 +16,7 @@ from typing import Any
 from quantizer.commands.searching.trials import Change, Figures, SearchContext, Trial, plan_of
 from quantizer.config.diagnostics import ConfigError
 from quantizer.errors import QuantizerError, UsageError
-from quantizer.plan.fit.fitted_algorithms import why_algorithm_is_idle
+from quantizer.plan.fit.fitted_config import why_algorithm_is_idle
 from quantizer.plan.model import Plan
 
 # The results of steps
