@@ -13,7 +13,7 @@ from quantizer.numerics.blocks import flatten_memory
 from quantizer.numerics.metrics import Approximation, Energies, decibel, noise_energies
 
 _GAP = 32
-"""Far values are so many times larger than the others, which takes five bits from these."""
+"""Mask constants are so many times larger than the others, which takes five bits from these."""
 _ROUNDING = 3e-6
 """A standard deviation below this share of the values is float32's own rounding."""
 _SAMPLE = 8192
@@ -71,17 +71,16 @@ class Noise:
         return product / norm
 
 
-def beside_far_values(x: Tensor) -> Tensor | None:
-    """Return a mask of the values that are not far from zero, if a gap is between them and
-    far values; None if there is no gap.
+def beside_mask_constants(x: Tensor) -> Tensor | None:
+    """Return which values are no mask constants, if there is a gap between the two; None
+    if there is no gap.
 
-    Far values, such as sentinels, have nearly all the energy, so that they hide the error of
-    the others.
+    Mask constants have nearly all the energy, so that they hide the error of the others.
 
     >>> import torch
-    >>> beside_far_values(torch.tensor([0.5, -1.0, 1e4]))
+    >>> beside_mask_constants(torch.tensor([0.5, -1.0, 1e4]))
     tensor([ True,  True, False])
-    >>> beside_far_values(torch.tensor([0.5, -1.0, 1.5])) is None
+    >>> beside_mask_constants(torch.tensor([0.5, -1.0, 1.5])) is None
     True
     """
     if x.numel() == 0:

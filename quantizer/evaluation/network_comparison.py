@@ -20,7 +20,7 @@ from quantizer.comparison.extents import (
     column_energy,
     effect_errors,
 )
-from quantizer.comparison.noise import Noise, beside_far_values
+from quantizer.comparison.noise import Noise, beside_mask_constants
 from quantizer.comparison.output_figures import (
     POOLED_FIGURE,
     ROWS_KEPT,
@@ -73,7 +73,7 @@ class LayerNoise:
         approximations = [local]
         if accumulated is not None:
             approximations.append(accumulated)
-        others = None if self.is_bounded else beside_far_values(x)
+        others = None if self.is_bounded else beside_mask_constants(x)
         if others is not None:
             x = x[others]
             approximations = [row.masked(others) for row in approximations]

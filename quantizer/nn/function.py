@@ -113,14 +113,14 @@ class Function(Layer):
         values = {**self._constants, **inputs}
         if self._is_positional:
             sorted_values = [values[name] for name in sorted(values)]
-            return self.finish(self._call(*args, *sorted_values))
+            return self.quantize_output(self._call(*args, *sorted_values))
         if args:
             values["input"] = args[0]
         for name in self._params:
             values[name] = getattr(self, name)
         if self._renames_self:
             values["self"] = values.pop("input")
-        return self.finish(self._call(**values))
+        return self.quantize_output(self._call(**values))
 
     def extra_repr(self) -> str:
         """Return the constants, which `print` shows."""

@@ -58,7 +58,7 @@ class InPlace(Layer):
                 return output
             if self.rectifies_output:
                 output = torch.relu(output)
-            return self.finish(output)
+            return self.quantize_output(output)
         except ObservationError as error:
             raise DataError(
                 f"{role} of {self.quantized_path}: {error}",

@@ -24,7 +24,8 @@ _PREFER_CHANNELS_FIRST = ("cuda", "mps")
 class Layer(nn.Module):
     """A module with quantizers: `quantizers[role]`, roles as in `config.roles`.
 
-    Parameters are quantized once, by `attach`, and activations at every call, by `finish`.
+    Parameters are quantized once, by `attach`, and activations at every call, by
+    `quantize_output`.
 
     Attributes:
         float_class: the class of a module before it was quantized in place; None for layers of
@@ -60,7 +61,7 @@ class Layer(nn.Module):
             value = bias.detach() + correction
         self.register_parameter("bias", nn.Parameter(value, requires_grad=False))
 
-    def finish(self, output: Any) -> Any:
+    def quantize_output(self, output: Any) -> Any:
         """Return the output, quantized if there is a quantizer for it."""
         quantizer = self.quantizers._modules.get("activation")
         return output if quantizer is None else quantizer(output)

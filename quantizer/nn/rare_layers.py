@@ -52,7 +52,7 @@ class DpuAvgPool2d(Layer):
         means = sums * (self.multiplier * 2.0**-self.shift)
         if not self.keepdim:
             means = means.flatten(1)
-        return self.finish(means)
+        return self.quantize_output(means)
 
     def sums(self, x: Tensor) -> Tensor:
         """Return the sum of each window, padding counted as zeros."""
@@ -78,7 +78,7 @@ class DpuHardsigmoid(Layer):
         input: Tensor,  # noqa: A002
     ) -> Any:
         """Return the hardsigmoid of each value."""
-        return self.finish(_hardsigmoid(self.quantize_input(input)))
+        return self.quantize_output(_hardsigmoid(self.quantize_input(input)))
 
 
 class DpuHardswish(Layer):
@@ -95,7 +95,7 @@ class DpuHardswish(Layer):
         steps = 2.0**HARDSWISH_POSITION
         codes = round_half_up(_hardsigmoid(x).mul_(steps)).clamp_(max=steps - 1)
         gate = codes.mul_(1 / steps)
-        return self.finish(gate.mul_(x))
+        return self.quantize_output(gate.mul_(x))
 
 
 def _hardsigmoid(x: Tensor) -> Tensor:
@@ -119,7 +119,7 @@ class InputScale(Layer):
     ) -> Any:
         """Return the scaled input."""
         weight = along_axis(self.weight.to(input.dtype), input, self.axis)
-        return self.finish(input * weight)
+        return self.quantize_output(input * weight)
 
     def extra_repr(self) -> str:
         """Return the number of channels and the axis, which `print` shows."""
@@ -152,7 +152,7 @@ class InputRotation(Layer):
         signs = self.weight.to(input.dtype)
         left = self.left.to(input.dtype)
         right = self.right.to(input.dtype)
-        return self.finish(rotate_rows(input, signs, left, right))
+        return self.quantize_output(rotate_rows(input, signs, left, right))
 
     def extra_repr(self) -> str:
         """Return the number of channels, which `print` shows."""

@@ -45,8 +45,8 @@ class _Weighted(_Filled):
         """
         input = self.quantize_input(input)  # noqa: A001
         if output_size is None:
-            return self.finish(super().forward(input))
-        return self.finish(super().forward(input, output_size))
+            return self.quantize_output(super().forward(input))
+        return self.quantize_output(super().forward(input, output_size))
 
 
 def _quantized(cls: type[nn.Module]) -> Any:
@@ -121,7 +121,7 @@ class ExpertLinear(_Filled):
                 output[rows] = nn.functional.linear(x[rows], matrix)
         if self.bias is not None:
             output = output + self.bias
-        return self.finish(output)
+        return self.quantize_output(output)
 
     def rows(
         self, ends: Tensor | None = None, picks: Tensor | None = None
@@ -177,7 +177,7 @@ class ChannelScale(Layer):
         input = self.quantize_input(input)  # noqa: A001
         shape = [-1] + [1] * (input.dim() - 2)
         scaled = input * self.weight.reshape(shape)
-        return self.finish(scaled + self.bias.reshape(shape))
+        return self.quantize_output(scaled + self.bias.reshape(shape))
 
 
 class _Recurrent(_Filled, nn.RNNBase):

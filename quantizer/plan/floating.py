@@ -14,7 +14,7 @@ from quantizer.graph.ir import Graph, Node, readers, references, walk_back
 from quantizer.plan.mask_constants import PRODUCTS_PLUS, mask_constants, masks
 
 DERIVED = "computed from constants and integers alone"
-MASK = "may hold sentinels, as a mask's lowest values, which leave no resolution for the others"
+MASK = "may hold mask constants, which leave no resolution for the others"
 BOUNDED = "bounds what a float operator computes"
 DENOMINATOR = "divides, and rounding would make small values zero"
 COMPARED_TO_COUNT = "is compared to count an index, and rounding could count none"

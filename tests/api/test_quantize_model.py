@@ -767,7 +767,7 @@ def test_attributes_of_a_layers_own_stay(name: str) -> None:
     assert getattr(layer, name) == "mine"
 
 
-@pytest.mark.parametrize("name", ["quantizers", "finish", "attach"])
+@pytest.mark.parametrize("name", ["quantizers", "quantize_output", "attach"])
 def test_an_attribute_with_a_name_that_quantized_layers_need_is_refused(name: str) -> None:
     model = nn.Sequential(Named(name, "mine"))
     with pytest.raises(

@@ -10,7 +10,7 @@ from support.positional import fake_quantize
 from torch import Tensor, nn
 
 from quantizer.calibration.solution import Solution, quantized_network
-from quantizer.comparison.noise import Noise, beside_far_values
+from quantizer.comparison.noise import Noise, beside_mask_constants
 from quantizer.config.model import QuantizationSpec
 from quantizer.errors import DataError, ModelError
 from quantizer.evaluation.compare import compare
@@ -184,9 +184,9 @@ def test_metrics_that_are_no_numbers_are_a_fault() -> None:
 
 
 @pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
-def test_far_values_are_found_in_any_layout(layout: torch.memory_format) -> None:
+def test_mask_constants_are_found_in_any_layout(layout: torch.memory_format) -> None:
     x = torch.rand(2, 3, 4, 5, generator=torch.Generator().manual_seed(0))
     x[1, 2, 3, 4] = -1e6
-    mask = beside_far_values(x.to(memory_format=layout))
+    mask = beside_mask_constants(x.to(memory_format=layout))
     assert mask is not None
     assert torch.equal(mask, x > -1)

@@ -38,7 +38,7 @@ VALID = ((PLACES > 0.05) & (PLACES < 0.95)).all(-1, keepdim=True)
 
 
 def anchors(outside: float) -> Tensor:
-    """Where boxes begin, but a sentinel outside of the image."""
+    """Where boxes begin, but a mask constant outside of the image."""
     return torch.where(VALID, torch.logit(PLACES), torch.tensor(outside))
 
 
@@ -129,14 +129,14 @@ USUAL = (
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", extended_except(BODIES, *USUAL))
-def test_values_beside_sentinels_are_kept(name: str) -> None:
+def test_values_beside_mask_constants_are_kept(name: str) -> None:
     model, data = built(BODIES[name])
     assert quantizer.calibrate(model, LAYERED, data).test().metrics["sqnr_db"] > 30
 
 
 @pytest.mark.parametrize("outside", [300.0, 1e4, INF, -1e4, -INF])
 @pytest.mark.parametrize("form", ["layered", *extended("hierarchical")])
-def test_sentinels_of_any_size_and_sign(form: str, outside: float) -> None:
+def test_mask_constants_of_any_size_and_sign(form: str, outside: float) -> None:
     model, data = built(BODIES["added"], outside)
     config = LAYERED if form == "layered" else HIERARCHICAL
     assert quantizer.calibrate(model, config, data).test().metrics["sqnr_db"] > 45
@@ -144,7 +144,7 @@ def test_sentinels_of_any_size_and_sign(form: str, outside: float) -> None:
 
 def test_a_layer_in_place_whose_outputs_are_filled_keeps_its_quantizer() -> None:
     """What is filled stands behind the module, so that the module's own output has no
-    sentinels.
+    mask constants.
     """
     model, data = built(lambda n, y, s: y.masked_fill(~n.valid, INF).sigmoid())
     quantized = ModelQuantizer(HIERARCHICAL).quantize_model(copy.deepcopy(model), data)
@@ -185,10 +185,10 @@ def test_constants_that_are_large_because_pixels_are_stay_quantized(name: str) -
 
 
 @pytest.mark.parametrize(("outside", "most"), [(300.0, 25.0), (1e4, 5.0), (LARGEST, 5.0)])
-def test_a_tensor_whose_range_a_sentinel_sets_never_looks_perfect(
+def test_a_tensor_whose_range_a_mask_constant_sets_never_looks_perfect(
     outside: float, most: float
 ) -> None:
-    """What is returned is quantized by its range, sentinels and all, and the others are what
+    """What is returned is quantized by its range, mask constants and all, and the others are what
     the table is about.
     """
     model, data = built(lambda n, y, s: y + n.anchors, outside)
@@ -201,7 +201,7 @@ def test_a_tensor_whose_range_a_sentinel_sets_never_looks_perfect(
     assert found["relu"]["local_sqnr_db"] > 35, "others have their usual figures"
 
 
-def test_ends_of_what_saturates_are_no_sentinels() -> None:
+def test_ends_of_what_saturates_are_no_mask_constants() -> None:
     """A sigmoid that is nearly always 0 or 1 has two ends, whose error is what counts."""
     model, data = built(lambda n, y, s: n.last((y * 1000).sigmoid()))
     rows = quantizer.calibrate(model, LAYERED, data).test().layers
