@@ -108,6 +108,30 @@ def compare_with_model(
     return tuple(size for size in far if size is not None)
 
 
+def changed_function(original: Graph, changed: Network, batch: Batch) -> float:
+    """Return how far passes and rescaled weights have moved the outputs of a network, as a
+    share of their size; 0 if rounding explains it, or if the weights stay in their files.
+
+    Args:
+        original: the model as traced.
+        changed: the float network after all passes.
+        batch: inputs, of which few are run.
+    """
+    if original.is_deferred:
+        return 0.0
+    network = Network(original)
+    samples = COMPARED_SAMPLES[0] if has_open_batch(original) else None
+    call = _small(original, batch, samples)
+    with torch.no_grad():
+        first = _output(network, call, seed=1)
+        difference = output_distance(first, _output(changed, call, seed=1))
+        if difference <= _TOLERANCE or _is_near(difference, first):
+            return 0.0
+        if difference <= _MOST_OF_ROUNDING * _effect_of_rounding(network, call, first):
+            return 0.0
+    return difference
+
+
 def _report_difference(module: nn.Module, graph: Graph, call: Call, difference: float) -> None:
     """Warn of a small difference between a module and its trace.
 
@@ -184,6 +208,16 @@ def _is_of_rounding(
     """
     if _is_near(difference, first):
         return True
+    if difference > _MOST_OF_ROUNDING * _effect_of_rounding(module, call, first):
+        return False
+    logger.warning(_UNSTABLE, type(module).__name__, difference)
+    return True
+
+
+def _effect_of_rounding(module: nn.Module, call: Call, first: Sequence[Tensor]) -> float:
+    """Return how far a module's output gets from `first` if rounding errors are added to the
+    inputs.
+    """
     draw = torch.Generator().manual_seed(0)
 
     def rounded(value: Tensor) -> Tensor:
@@ -193,11 +227,7 @@ def _is_of_rounding(
         return value + value * errors
 
     changed: Call = pytree.tree_map_only(Tensor, rounded, call)
-    effect = output_distance(first, _output(module, changed, seed=1))
-    if difference > _MOST_OF_ROUNDING * effect:
-        return False
-    logger.warning(_UNSTABLE, type(module).__name__, difference)
-    return True
+    return output_distance(first, _output(module, changed, seed=1))
 
 
 class _FirstOfEqual(TorchFunctionMode):

@@ -4,6 +4,7 @@ batches.
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -13,6 +14,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from quantizer.calibration.faithful import changed_function
 from quantizer.comparison.extents import (
     MAX_LOST,
     MIN_EFFECT,
@@ -43,6 +45,12 @@ from quantizer.results.calibrated import Calibrated
 from quantizer.sources.batches import Batch
 from quantizer.sources.data import Batches
 from quantizer.storage.deferred_tensor import loaded
+
+_logger = logging.getLogger(__name__)
+_CHANGED = (
+    "passes that keep the function of a network have changed that of %s: its outputs differ by "
+    "%.2g of their size. They are compared with the model's own"
+)
 
 
 @dataclass
@@ -255,15 +263,27 @@ class Networks:
 
     @classmethod
     def of(cls, calibrated: Calibrated, batches: Batches) -> Networks:
-        """Return the networks of a calibration."""
+        """Return the networks of a calibration. If a pass that should not has changed what the
+        float network computes, outputs are compared with those of the user's model.
+        """
+        original = calibrated.original
+        device = original.device
+        reference = Network(calibrated.float_graph)
         user = calibrated.user_graph
+        outputs = calibrated.outputs
+        if user is None:
+            difference = changed_function(original, reference, batches.first().to(device))
+            if difference:
+                _logger.warning(_CHANGED, original.model, difference)
+                user = original
+                outputs = parts_named_as(original, original)
         return cls(
-            Network(calibrated.float_graph),
+            reference,
             calibrated.network(),
             None if user is None else Network(user),
             batches,
-            calibrated.original.device,
-            calibrated.outputs,
+            device,
+            outputs,
         )
 
     @property

@@ -134,6 +134,9 @@ def how_to_list_layers() -> str:
 
 def advice(selector: Selector, original: Graph) -> str:
     """Return a remedy for a selector that matches nothing."""
+    as_expression = f"re:{selector.text}"
+    if selector.kind != "type" and by_name(as_expression, original, original).layers:
+        return f"{selector.text!r} is a glob; as a regular expression it is {as_expression!r}"
     near = closest_layers(selector, original)
     if near:
         return f"closest: {', '.join(near)}"

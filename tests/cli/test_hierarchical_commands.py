@@ -116,6 +116,12 @@ def test_a_layer_is_explained_with_the_place_of_each_value(
             "closest: hidden",
         ),
         (
+            {"layer_quant_config": {".*hidd.*": W8}},
+            '".*hidd.*"',
+            "matches no layer",
+            "'.*hidd.*' is a glob; as a regular expression it is 're:.*hidd.*'",
+        ),
+        (
             {"layer_type_quant_config": {"Linaer": W8}},
             '"Linaer"',
             "matches no layer",

@@ -21,6 +21,9 @@ from torch import Tensor, nn
 import quantizer
 from quantizer.cli.main import run_command
 from quantizer.errors import ResultError
+from quantizer.graph.edits import with_weights
+from quantizer.graph.ir import Graph
+from quantizer.graph.passes.fold_batch_norm import fold_batch_norm
 from quantizer.results.write import write_info
 
 Capture = pytest.CaptureFixture[str]
@@ -146,6 +149,32 @@ def test_the_figure_is_against_the_users_model_and_passes_have_one_of_their_own(
     shares = [10 ** (-figures[name] / 10) for name in ("passes_db", "quantization_db")]
     assert 10 ** (-figures["together_db"] / 10) < 2 * sum(shares), (
         "two errors, of which neither hides the other"
+    )
+
+
+def test_a_pass_that_changes_the_function_and_says_nothing_cannot_hide_it(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The float network after it is as wrong as the quantized one, so it is no measure."""
+
+    def fold_wrongly(graph: Graph) -> Graph:
+        folded = fold_batch_norm(graph)
+        name = next(node.name for node in folded.nodes if node.op == "conv2d")
+        weight = folded.weight(folded.by_name[name])
+        return with_weights(folded, {name: {"weight": weight * 3}})
+
+    place = "quantizer.graph.passes.fold_batch_norm.fold_batch_norm"
+    monkeypatch.setattr(place, fold_wrongly)
+    model, data = network(nn.ReLU()), images(2, 1.0, seed=1)
+    calibrated = quantizer.calibrate(model, CPU, data)
+    tested = calibrated.test()
+    with torch.no_grad():
+        exact = [model(x) for x in data]
+        found = [calibrated.network(x) for x in data]
+    assert tested.metrics["sqnr_db"] == pytest.approx(ratio_db(exact, found), abs=1e-3)
+    assert tested.metrics["sqnr_db"] < 25
+    assert (
+        "passes that keep the function of a network have changed that of Norms" in caplog.text
     )
 
 
