@@ -42,7 +42,7 @@ from quantizer.errors import QuantizerError
 from quantizer.export.destinations import DESTINATIONS
 from quantizer.export.targets import EXPORTERS
 from quantizer.plugins import GROUP
-from quantizer.report.page.summary import METRICS
+from quantizer.tables import METRICS
 
 ROOT = Path(__file__).parents[1]
 LAYERED = ROOT / "schemas" / "layered.schema.json"

@@ -13,6 +13,10 @@ from quantizer.rows import NumberFormat, RangeMethod
 
 HIGHER = "higher"
 LOWER = "lower"
+DROP = "_drop"
+"""The end of the names of metrics that are the loss of quality of another one."""
+RATIO = "_ratio"
+"""The end of the names of metrics that are the quotient of the quantized and the float one."""
 FIT_INPUTS = "fits a config to the inputs of linear layers"
 """What a part does: it adds an algorithm to a config that is fitted to a model."""
 _TRANSPOSED_LINEAR = "Conv1D"
@@ -176,12 +180,15 @@ class MetricWords:
         meaning: a phrase.
         short: the same for the page, where a formula or an explanation is left out; empty if
             `meaning` is short.
+        is_pooled: whether it is of all outputs together, and so equals another one where a
+            network has one output.
     """
 
     unit: str
     better: str
     meaning: str
     short: str = ""
+    is_pooled: bool = False
 
 
 def int8_share_metrics(target: str, engine: str, more: str = "") -> dict[str, MetricWords]:

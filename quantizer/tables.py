@@ -1,4 +1,4 @@
-"""The tables of range methods and of number formats: built-in rows, and those of plug-ins.
+"""The tables of range methods, number formats and metrics, with the rows of plug-ins.
 
 `python docs/generate.py` writes their words into the schemas. Imports no torch.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+from quantizer.declarations import DROP, HIGHER, LOWER, RATIO, MetricWords
 from quantizer.plugins import plugins
 from quantizer.rows import NumberFormat, ObserverClass, RangeMethod
 
@@ -243,11 +244,79 @@ largest value would round beyond it.
 Source: OCP Microscaling Formats v1.0, section 5, for groups of 32; arXiv 2302.08007, table 2,
 for those of mx6 and mx9; ggml for the last four formats.
 """
+METRICS: dict[str, MetricWords] = {
+    "sqnr_db": MetricWords(
+        "dB",
+        HIGHER,
+        "the signal to quantization noise ratio of the worst floating-point output or part: "
+        "10 log10(sum x² / sum (x - y)²) of the float values x and the quantized values y",
+        "the signal to quantization noise ratio (SQNR) of the worst output. 20 dB: the error "
+        "has a tenth of the signal's amplitude; 40 dB: a hundredth",
+    ),
+    "sqnr_db_worst": MetricWords(
+        "dB",
+        HIGHER,
+        "the same of each sample alone: all but the worst twentieth of samples have more; with "
+        "fewer than 20 samples it is that of the worst one",
+        "the SQNR that all but the worst twentieth of samples have; with fewer than 20 samples "
+        "that of the worst one",
+    ),
+    "sqnr_db_pooled": MetricWords(
+        "dB",
+        HIGHER,
+        "the same over the values of all outputs together; a large output hides a small one",
+        "the SQNR of the values of all outputs together; a large output hides a small one",
+        is_pooled=True,
+    ),
+    "sqnr_db[0.scores]": MetricWords(
+        "dB", HIGHER, "the same of one output or part, by its name or index"
+    ),
+    "cosine": MetricWords(
+        "-1 to 1",
+        HIGHER,
+        "the cosine of the angle between float and quantized values, of the worst output or "
+        "part",
+    ),
+    "equal_outputs": MetricWords(
+        "0 to 1",
+        HIGHER,
+        "the share of equal values in outputs of integers and booleans, such as classes and "
+        "indices",
+    ),
+    "rows_kept": MetricWords(
+        "0 to 1",
+        HIGHER,
+        "the share of rows that both networks select, if an operator orders rows by their "
+        "values",
+    ),
+    "top1_agreement": MetricWords(
+        "0 to 1", HIGHER, "the share of samples whose largest value stays at the same place"
+    ),
+    "top1": MetricWords("0 to 1", HIGHER, "accuracy against the labels of the data"),
+    "perplexity": MetricWords("1 and more", LOWER, "of a language model on texts"),
+    "`X` of your `evaluate()`": MetricWords(
+        "yours",
+        "as its name or file says",
+        "of the quantized network; `X_float` is that of the float network",
+    ),
+    f"X{DROP}": MetricWords("as X", LOWER, "the loss of quality of X"),
+    f"perplexity{RATIO}": MetricWords(
+        "1 and more", LOWER, "the quantized perplexity divided by the float one"
+    ),
+    "exact_equal": MetricWords(
+        "0 to 1", HIGHER, "with `--exact`: the share of codes that equal the DPU's integers"
+    ),
+}
+"""By the names of the metrics, in the order of the documentation. X stands for a metric of the
+user's evaluate().
+"""
 _BUILT_IN = len(RANGE_METHODS) + len(NUMBER_FORMATS)
 for _plugin in plugins():
     # A word of the package keeps its meaning
     RANGE_METHODS.update({**_plugin.range_methods, **RANGE_METHODS})
     NUMBER_FORMATS.update({**_plugin.formats, **NUMBER_FORMATS})
+    METRICS.update({**_plugin.metrics, **METRICS})
+POOLED_METRICS = tuple(name for name, words in METRICS.items() if words.is_pooled)
 SEARCHED = frozenset(name for name, row in NUMBER_FORMATS.items() if row.scale_bits)
 """The formats whose scales are always searched, as `block_search` does."""
 HAS_FOREIGN_ROWS = len(RANGE_METHODS) + len(NUMBER_FORMATS) > _BUILT_IN

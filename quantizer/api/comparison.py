@@ -13,8 +13,9 @@ from typing import Any
 from quantizer.api.notebook import html_table
 from quantizer.api.python_words import called_from_python
 from quantizer.config.wording import counted, did_you_mean, first_names
+from quantizer.declarations import DROP, RATIO
 from quantizer.errors import GateError, UsageError
-from quantizer.evaluation.scores import DROP, RATIO, Scores, remark_on_samples
+from quantizer.evaluation.scores import Scores, remark_on_samples
 from quantizer.graph.names import path_names
 from quantizer.printable import element
 from quantizer.report import tables

@@ -19,6 +19,7 @@ from quantizer.comparison.output_figures import POOLED_FIGURE, WORST_SAMPLES, wo
 from quantizer.comparison.samples import BELOW_DB, LOW_DB
 from quantizer.config.json_types import JsonMapping
 from quantizer.config.wording import quoted
+from quantizer.declarations import DROP, RATIO
 from quantizer.distributed import ALONE, Ranks
 from quantizer.errors import DataError, ModelError
 from quantizer.evaluation.compare import (
@@ -46,10 +47,6 @@ _logger = logging.getLogger(__name__)
 
 MAX_RELATIVE_CHANGE = 0.01
 """A metric that gets worse by no more than this share counts as unchanged."""
-DROP = "_drop"
-"""Ends the name of the loss of a metric."""
-RATIO = "_ratio"
-"""Ends the name of the factor by which perplexity rises."""
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from quantizer.comparison.output_figures import WORST_SAMPLES
 from quantizer.comparison.samples import BELOW_DB
 from quantizer.config.json_types import JsonMapping
-from quantizer.evaluation.scores import DROP, MAX_RELATIVE_CHANGE, RATIO
+from quantizer.declarations import DROP, RATIO
+from quantizer.evaluation.scores import MAX_RELATIVE_CHANGE
 from quantizer.plugins import commands
 
 CLOSE_DB = 30.0

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from quantizer.config.wording import a_kind, quoted
 from quantizer.declarations import LOWER
 from quantizer.errors import ModelError, QuantizerError, UsageError
-from quantizer.plugins import plugins
 from quantizer.sources.user_code import UserModule
+from quantizer.tables import METRICS
 
 _LOWER_WORDS = "perplexity ppl loss nll mae mse rmse mape wer cer eer fid"
 _HIGHER_WORDS = """
@@ -22,18 +22,7 @@ accuracy acc topn precision recall f1 map iou miou dice auc auroc ndcg mrr bleu 
 _REVERSING_WORDS = frozenset(["neg", "negative", "negated", "inverse", "inv", "minus"])
 """Words that reverse the meaning of a name: `neg_mse` is better when it is higher."""
 _DECLARATIONS = ("LOWER_IS_BETTER", "HIGHER_IS_BETTER")
-_FIGURES_LOWER_IS_BETTER = {
-    "sqnr_db": False,
-    "sqnr_db_worst": False,
-    "sqnr_db_pooled": False,
-    "cosine": False,
-    "equal_outputs": False,
-    "rows_kept": False,
-    "top1_agreement": False,
-    "exact_equal": False,
-    "weight_bytes": True,
-}
-"""Whether less is better, for the figures that are measured of every network."""
+_SIZE = "weight_bytes"
 
 
 @dataclass(frozen=True)
@@ -150,11 +139,10 @@ class Directions:
         """
         name = figure.partition("[")[0]
         if figure not in metrics:
-            if name in _FIGURES_LOWER_IS_BETTER:
-                return _FIGURES_LOWER_IS_BETTER[name]
-            for plugin in plugins():
-                if name in plugin.metrics:
-                    return plugin.metrics[name].better == LOWER
+            if name in METRICS:
+                return METRICS[name].better == LOWER
+            if name == _SIZE:
+                return True
         return self.lower_is_better(figure)
 
     def loss(self, metric: str, before: float, after: float) -> float | None:

@@ -22,10 +22,11 @@ from quantizer.declarations import HIGHER, LOWER
 from quantizer.report.next_step import CLOSE_DB
 from quantizer.report.page.figures import page_file
 from quantizer.report.page.page import page
-from quantizer.report.page.summary import METRICS, metric_cards, try_next
+from quantizer.report.page.summary import metric_cards, try_next
 from quantizer.report.rows import severity
 from quantizer.report.verdict import VerdictFacts, verdict
 from quantizer.sources.directions import BY_NAME
+from quantizer.tables import METRICS
 
 VOID = {"meta", "input"}
 

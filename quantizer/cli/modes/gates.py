@@ -12,19 +12,20 @@ from dataclasses import dataclass
 from quantizer.cli.arguments.options import Options
 from quantizer.comparison.output_figures import (
     NAMED_FIGURES,
-    POOLED_FIGURE,
     ROWS_KEPT,
     WORST_SAMPLES,
     metric_names,
 )
 from quantizer.config.wording import did_you_mean
+from quantizer.declarations import DROP
 from quantizer.errors import UsageError
-from quantizer.evaluation.scores import DROP, metrics_of_both, remark_on_samples
+from quantizer.evaluation.scores import metrics_of_both, remark_on_samples
 from quantizer.export.targets import EXPORTERS
 from quantizer.graph.channels.output_parts import output_parts, sample_axis
 from quantizer.graph.ir import Graph, Node, references
 from quantizer.sources.batches import Batch
 from quantizer.sources.directions import BY_NAME, Directions, how_to_declare
+from quantizer.tables import POOLED_METRICS
 
 _ANY_PAIR = {"float": 1.0, "quantized": 1.0}
 """Stands for the figures of both networks where only names count."""
@@ -35,7 +36,7 @@ _COMPARE: dict[str, Callable[[float, float], bool]] = {
     ">": operator.gt,
     "<": operator.lt,
 }
-_OUTPUT_FIGURES = (*NAMED_FIGURES, POOLED_FIGURE, "top1_agreement")
+_OUTPUT_FIGURES = (*NAMED_FIGURES, *POOLED_METRICS, "top1_agreement")
 """Test mode measures these without an evaluate()."""
 MEASURED = ("top1", "perplexity")
 """Measured without an evaluate(), if the data has labels or is text."""
@@ -84,6 +85,8 @@ class Gate:
         '37.2'
         >>> parse_gate("cosine>=0.9999").figure({"cosine": 0.999926})
         '0.99993'
+        >>> parse_gate("cosine>=0.99").figure({"cosine": 0.999881})
+        '0.9999'
         """
         value = metrics[self.metric]
         compare = _COMPARE[self.comparison]
@@ -91,7 +94,10 @@ class Gate:
         bound_digits = len(bound.lstrip("0"))
         for digits in range(max(_MIN_DIGITS, bound_digits + 1), _MAX_DIGITS):
             text = f"{value:.{digits}g}"
-            if compare(float(text), self.bound) == compare(value, self.bound):
+            shown = float(text)
+            # A share that is nearly 1 is not all
+            is_all = shown in (0.0, 1.0) and value != shown
+            if not is_all and compare(shown, self.bound) == compare(value, self.bound):
                 return text
         return repr(value)
 
@@ -299,7 +305,7 @@ def never_measured_metrics(graph: Graph) -> Reasons:
     reasons: Reasons = {}
     if not floats:
         why = "the model returns no floating-point values"
-        reasons |= dict.fromkeys(("sqnr_db", "cosine", WORST_SAMPLES), why)
+        reasons |= dict.fromkeys(("sqnr_db", "cosine", WORST_SAMPLES, *POOLED_METRICS), why)
     elif all(sample_axis(graph, node) is None for node in floats):
         why = "no output has an axis whose size follows the batch"
         reasons[WORST_SAMPLES] = why

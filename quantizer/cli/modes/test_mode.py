@@ -36,7 +36,6 @@ from quantizer.cli.terminal.output import (
     show_layers,
     table_view,
 )
-from quantizer.comparison.output_figures import POOLED_FIGURE
 from quantizer.config.run_options import require_calibrated_with
 from quantizer.distributed import ALONE, Ranks, require_alike
 from quantizer.errors import GateError, UsageError
@@ -53,6 +52,7 @@ from quantizer.sources.data import Batches
 from quantizer.sources.directions import BY_NAME
 from quantizer.sources.models import Evaluate
 from quantizer.storage.files import write_text
+from quantizer.tables import POOLED_METRICS
 
 if TYPE_CHECKING:
     from quantizer.export.layer_choice import LayerChoice
@@ -283,8 +283,9 @@ class _TestRun:
         if len(report["outputs"]) > 1:
             shown.append(tables.output_table(report["outputs"], view))
         else:
-            # It equals the SQNR of the only part.
-            metrics.pop(POOLED_FIGURE, None)
+            # They equal the figures of the only part
+            for name in POOLED_METRICS:
+                metrics.pop(name, None)
         shown += metric_lines(metrics)
         if passes is not None:
             shown.append(passes.line)

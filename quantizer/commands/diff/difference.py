@@ -19,8 +19,8 @@ from quantizer.cli.terminal.screen import notes_on_stderr
 from quantizer.cli.traced_model import traced_model
 from quantizer.comparison.output_figures import POOLED_FIGURE, ROWS_KEPT, WORST_SAMPLES
 from quantizer.config.json_types import JsonMapping, JsonObject
+from quantizer.declarations import DROP, RATIO
 from quantizer.errors import UsageError
-from quantizer.evaluation.scores import DROP, RATIO
 from quantizer.graph.names import path_names
 from quantizer.plan.model import Key, Plan
 from quantizer.plan.size import weight_bytes
@@ -29,6 +29,7 @@ from quantizer.report.tables import figures_by_tensor, finite_or_none, number_te
 from quantizer.report.view import Listing, TableView
 from quantizer.results.folder import REPORT_FILE, read_info
 from quantizer.sources.directions import BY_NAME, Directions
+from quantizer.tables import POOLED_METRICS
 
 _SQNR = ("local_sqnr_db", "accumulated_sqnr_db")
 _SIZE = "weight_bytes"
@@ -146,8 +147,9 @@ def _figures(tested: JsonMapping) -> dict[str, float | None]:
             measured = [sqnr_db for sqnr_db in sqnrs if sqnr_db is not None]
             figures[figure] = min(measured, default=None)
     if len(outputs) < 2:
-        # It equals the SQNR of the only output
-        figures.pop(POOLED_FIGURE, None)
+        # They equal the figures of the only output
+        for name in POOLED_METRICS:
+            figures.pop(name, None)
         return figures
     if POOLED_FIGURE in figures and figures[POOLED_FIGURE] is None:
         figures[POOLED_FIGURE] = figures["sqnr_db"]

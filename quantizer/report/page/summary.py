@@ -9,9 +9,7 @@ from dataclasses import dataclass
 from quantizer.config.json_types import JsonMapping
 from quantizer.config.roles import is_parameter
 from quantizer.config.wording import counted
-from quantizer.declarations import HIGHER, LOWER, MetricWords
-from quantizer.evaluation.scores import DROP, RATIO
-from quantizer.plugins import plugins
+from quantizer.declarations import DROP, HIGHER, LOWER, RATIO
 from quantizer.report.next_step import (
     PLACEHOLDER,
     NextStep,
@@ -30,77 +28,10 @@ from quantizer.report.rows import (
 )
 from quantizer.sources.directions import Directions
 from quantizer.storage.process_memory import size_text
+from quantizer.tables import METRICS, POOLED_METRICS
 
-_POOLED = "sqnr_db_pooled"
 _COSINE = "cosine"
 """It is so near to 1 that three digits show nothing."""
-METRICS: dict[str, MetricWords] = {
-    "sqnr_db": MetricWords(
-        "dB",
-        HIGHER,
-        "the signal to quantization noise ratio of the worst floating-point output or part: "
-        "10 log10(sum x² / sum (x - y)²) of the float values x and the quantized values y",
-        "the signal to quantization noise ratio (SQNR) of the worst output. 20 dB: the error "
-        "has a tenth of the signal's amplitude; 40 dB: a hundredth",
-    ),
-    "sqnr_db_worst": MetricWords(
-        "dB",
-        HIGHER,
-        "the same of each sample alone: all but the worst twentieth of samples have more; with "
-        "fewer than 20 samples it is that of the worst one",
-        "the SQNR that all but the worst twentieth of samples have; with fewer than 20 samples "
-        "that of the worst one",
-    ),
-    "sqnr_db_pooled": MetricWords(
-        "dB",
-        HIGHER,
-        "the same over the values of all outputs together; a large output hides a small one",
-        "the SQNR of the values of all outputs together; a large output hides a small one",
-    ),
-    "sqnr_db[0.scores]": MetricWords(
-        "dB", HIGHER, "the same of one output or part, by its name or index"
-    ),
-    "cosine": MetricWords(
-        "-1 to 1",
-        HIGHER,
-        "the cosine of the angle between float and quantized values, of the worst output or "
-        "part",
-    ),
-    "equal_outputs": MetricWords(
-        "0 to 1",
-        HIGHER,
-        "the share of equal values in outputs of integers and booleans, such as classes and "
-        "indices",
-    ),
-    "rows_kept": MetricWords(
-        "0 to 1",
-        HIGHER,
-        "the share of rows that both networks select, if an operator orders rows by their "
-        "values",
-    ),
-    "top1_agreement": MetricWords(
-        "0 to 1", HIGHER, "the share of samples whose largest value stays at the same place"
-    ),
-    "top1": MetricWords("0 to 1", HIGHER, "accuracy against the labels of the data"),
-    "perplexity": MetricWords("1 and more", LOWER, "of a language model on texts"),
-    "`X` of your `evaluate()`": MetricWords(
-        "yours",
-        "as its name or file says",
-        "of the quantized network; `X_float` is that of the float network",
-    ),
-    f"X{DROP}": MetricWords("as X", LOWER, "the loss of quality of X"),
-    f"perplexity{RATIO}": MetricWords(
-        "1 and more", LOWER, "the quantized perplexity divided by the float one"
-    ),
-    "exact_equal": MetricWords(
-        "0 to 1", HIGHER, "with `--exact`: the share of codes that equal the DPU's integers"
-    ),
-}
-"""By the names of the metrics, in the order of the documentation. X stands for a metric of the
-user's evaluate().
-"""
-for _plugin in plugins():
-    METRICS.update(_plugin.metrics)
 
 
 def verdict(content: JsonMapping) -> list[str]:
@@ -188,7 +119,7 @@ def metric_cards(content: JsonMapping) -> Iterator[Card]:
         yield Card(name, f"{before} → {after}", direction, meaning)
     if len(measured_parts(content)) <= 1:
         # It equals the SQNR of the only output
-        shown.add(_POOLED)
+        shown.update(POOLED_METRICS)
     for name, value in sorted(metrics.items(), key=lambda item: item[0] != "sqnr_db"):
         if value is not None and name not in shown:
             direction = metric_sentence(name, pairs, directions)
