@@ -20,14 +20,8 @@ from workloads import images, resnet18
 from quantizer.algorithms.bias_correction.bias_correction import correct_layer_biases
 from quantizer.calibration import observing
 from quantizer.calibration.solution import quantized_network
-from quantizer.config.model import (
-    ROLES,
-    ConfigRule,
-    ResolvedConfig,
-    Selector,
-    Settings,
-    Sourced,
-)
+from quantizer.config.diagnostics import Sourced
+from quantizer.config.model import ROLES, ConfigRule, ResolvedConfig, Selector, Settings
 from quantizer.graph.ir import Graph
 from quantizer.graph.passes import run_passes
 from quantizer.graph.tracing.trace import trace

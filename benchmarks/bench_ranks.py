@@ -19,14 +19,8 @@ import torch
 from workloads import images, resnet18
 
 from quantizer.calibration import observing, rank_shards
-from quantizer.config.model import (
-    ROLES,
-    ConfigRule,
-    ResolvedConfig,
-    Selector,
-    Settings,
-    Sourced,
-)
+from quantizer.config.diagnostics import Sourced
+from quantizer.config.model import ROLES, ConfigRule, ResolvedConfig, Selector, Settings
 from quantizer.distributed import ALONE, Ranks
 from quantizer.distributed.process_group import ProcessGroup
 from quantizer.graph.passes import run_passes

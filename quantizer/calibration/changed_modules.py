@@ -16,7 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from quantizer.calibration.solution import Solution
-from quantizer.config.model import Algorithm, QuantizationSpec
+from quantizer.config.algorithms import Algorithm
+from quantizer.config.model import QuantizationSpec
 from quantizer.config.roles import is_parameter, parameter_name, parameter_role
 from quantizer.errors import ModelError
 from quantizer.graph.ir import Graph, Node

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
 
-from quantizer.config.model import Algorithm, ResolvedConfig
+from quantizer.config.algorithms import Algorithm
+from quantizer.config.model import ResolvedConfig
 from quantizer.config.roles import is_parameter
 from quantizer.errors import OutOfMemoryError
 from quantizer.graph.ir import Graph, Node

@@ -27,8 +27,7 @@ from quantizer.calibration.snapshots import (
     value_of,
 )
 from quantizer.calibration.target import AlgorithmScope
-from quantizer.config.algorithms import ALGORITHMS, algorithm_entry
-from quantizer.config.model import Algorithm
+from quantizer.config.algorithms import ALGORITHMS, Algorithm, algorithm_entry
 from quantizer.config.wording import counted, first_names
 from quantizer.errors import ModelError
 from quantizer.graph.edits import Insertion

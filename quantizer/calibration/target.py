@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from quantizer.calibration.observing import Observable
 from quantizer.calibration.solution import Solution, encode_parameters
-from quantizer.config.model import Algorithm, ResolvedConfig
+from quantizer.config.algorithms import Algorithm
+from quantizer.config.model import ResolvedConfig
 from quantizer.graph.ir import Graph
 from quantizer.graph.passes import run_passes
 from quantizer.layerwise.adjustment import Adjustment, apply_adjustment

@@ -7,8 +7,8 @@ from typing import Any
 from quantizer.calibration.memory_prediction import ProcessMemory
 from quantizer.cli import session
 from quantizer.cli.arguments.options import Options
+from quantizer.config.algorithms import StructureNames
 from quantizer.config.diagnostics import pointing_into
-from quantizer.config.model import StructureNames
 from quantizer.graph.ir import Graph
 from quantizer.graph.structure.definitions import Structure
 from quantizer.graph.structure.find import find_structure

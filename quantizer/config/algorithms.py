@@ -1,16 +1,20 @@
-"""The table of algorithms that a config may list, as plug-ins declare them.
+"""The table of algorithms that a config may list, as plug-ins declare them, and an algorithm as
+a file lists it.
 
 Each has a dataclass of settings with the field names of the file, from which its keys in files,
 defaults, schema, pages and Python API are generated. Imports no torch.
 """
+
+from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
+from quantizer.config.diagnostics import Place, Sourced
 from quantizer.config.forms.form import Form
-from quantizer.config.json_types import JsonObject
+from quantizer.config.json_types import JsonMapping, JsonObject, JsonPath
 from quantizer.declarations import ListedAlgorithm
 from quantizer.plugins import loaded, plugins
 
@@ -253,3 +257,126 @@ def algorithm_entry(settings: AlgoConfig) -> JsonObject:
     keys = ("name", *read_keys(type(settings)))
     values = {key: getattr(settings, key) for key in keys}
     return {key: value for key, value in values.items() if value is not None}
+
+
+@dataclass(frozen=True)
+class ScalingLayer:
+    """An entry of `scaling_layers`: layers that read one value and are scaled together.
+
+    Names are relative to a block. A layer with an empty name is found on the graph.
+
+    Attributes:
+        layers: the layers that are scaled.
+        prev_op: the layer that computes the value.
+        inp: one of the layers that read it.
+        place: of the entry in the file.
+    """
+
+    layers: tuple[str, ...]
+    prev_op: str = ""
+    inp: str = ""
+    place: Place | None = field(default=None, compare=False)
+
+    @classmethod
+    def of(cls, entry: JsonMapping, place: Place | None) -> ScalingLayer:
+        """Return the group that an entry of a file states."""
+        return cls(**{**entry, "layers": tuple(entry.get("layers", ()))}, place=place)
+
+
+@dataclass(frozen=True)
+class StructureNames:
+    """The parts of a model that an algorithm's settings name; None means that they are found on
+    the graph.
+
+    `blocks` is the module with the decoder's blocks, `inside` the layers of a block in their
+    order, `scaling` the groups that are scaled together. `embeddings` only have to exist.
+    `places` has the file's place of each field that is set.
+    """
+
+    blocks: str | None = None
+    inside: tuple[str, ...] | None = None
+    scaling: tuple[ScalingLayer, ...] | None = None
+    embeddings: tuple[str, ...] | None = None
+    places: Mapping[str, Place] = field(default_factory=dict, compare=False)
+
+
+_STRUCTURE_FIELDS: Mapping[str, str] = {
+    "model_decoder_layers": "blocks",
+    "inside_layer_modules": "inside",
+    "scaling_layers": "scaling",
+    "embedding_layers": "embeddings",
+}
+"""The field of `StructureNames` for each key."""
+
+
+@dataclass(frozen=True)
+class Algorithm:
+    """An algorithm as a file lists it: its class, its entry's path, and each stated key with
+    its place.
+
+    `groups` are the places of the groups in `scaling_layers`. `unread` are stated keys that
+    nothing reads, each with the reason and its first place.
+    """
+
+    kind: type[AlgoConfig]
+    path: JsonPath
+    stated: Mapping[str, Sourced]
+    place: Place | None = None
+    groups: tuple[Place | None, ...] = ()
+    unread: Mapping[str, tuple[str, Place | None]] = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        """Return the name that the file has for it."""
+        return self.kind.name
+
+    @property
+    def stage(self) -> AlgorithmStage:
+        """Return "rescale" or "round"."""
+        return self.kind.stage
+
+    @property
+    def needs_data(self) -> bool:
+        """Return whether it reads the calibration data."""
+        return self.kind.needs_data
+
+    @property
+    def label(self) -> str:
+        """Return `algo_config[0]`, or `algo_config` for an algorithm without a list."""
+        block, *indices = self.path
+        return str(block) + "".join(f"[{index}]" for index in indices)
+
+    def value(self, key: str) -> Any:
+        """Return a setting as it is stated, or its default."""
+        return self.stated[key].value if key in self.stated else getattr(self.kind, key)
+
+    @property
+    def settings(self) -> AlgoConfig:
+        """Return the settings that the algorithm runs with.
+
+        Settings that nothing reads have their default. A switch is off if the switch that it
+        needs is off.
+        """
+        values = {key: self.value(key) for key in read_keys(self.kind)}
+        switches = dict(values)
+        for key, setting in settings_of(self.kind).items():
+            if setting.needs:
+                values[key] = switches[key] and switches[setting.needs]
+        return self.kind(**values)
+
+    @property
+    def names(self) -> StructureNames:
+        """Return the parts of the model that it names."""
+        values: JsonObject = {}
+        places: dict[str, Place] = {}
+        for key, name in _STRUCTURE_FIELDS.items():
+            sourced = self.stated.get(key, Sourced(None))
+            value = sourced.value
+            if value is not None:
+                values[name] = tuple(value) if isinstance(value, list) else value
+            if sourced.place:
+                places[name] = sourced.place
+        if "scaling" in values:
+            groups = zip(values["scaling"], self.groups, strict=True)
+            values["scaling"] = tuple(ScalingLayer.of(group, place) for group, place in groups)
+        return StructureNames(**values, places=places)

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import Any, Literal
 
 from quantizer.errors import UsageError
 from quantizer.option_words import Sentence, marked_text
@@ -163,3 +163,16 @@ def by_place(diagnostics: Iterable[Diagnostic]) -> tuple[Diagnostic, ...]:
     nowhere = Place("", 0, 0)
     ordered = sorted(diagnostics, key=lambda finding: (finding.place or nowhere, finding.code))
     return tuple(ordered)
+
+
+@dataclass(frozen=True)
+class Sourced:
+    """A value and where it came from; `place` is None for a built-in default."""
+
+    value: Any
+    place: Place | None = None
+
+    @property
+    def origin(self) -> str:
+        """Return `file:line:column`, or "default"."""
+        return str(self.place) if self.place else "default"

@@ -11,6 +11,7 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
+from quantizer.config.algorithms import Algorithm
 from quantizer.config.diagnostics import (
     ConfigError,
     Diagnostic,
@@ -22,7 +23,7 @@ from quantizer.config.document.document import Document, Text
 from quantizer.config.document.read import parse_document, read_text
 from quantizer.config.forms.form import ALGORITHM_BLOCKS, Form, form_of, plugin_of_setting
 from quantizer.config.forms.layered import translate_layered
-from quantizer.config.model import Algorithm, ConfigRule, ResolvedConfig, Settings
+from quantizer.config.model import ConfigRule, ResolvedConfig, Settings
 from quantizer.config.resources import load_resource, preset_text
 from quantizer.config.rules.check_layered import check_layered
 from quantizer.config.rules.check_structure import check_present, check_structure

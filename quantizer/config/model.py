@@ -6,12 +6,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Literal, get_args
 
-from quantizer.config.algorithms import AlgoConfig, AlgorithmStage, read_keys, settings_of
-from quantizer.config.diagnostics import Place
+from quantizer.config.algorithms import Algorithm
+from quantizer.config.diagnostics import Place, Sourced
 from quantizer.config.forms.form import Form
-from quantizer.config.json_types import JsonMapping, JsonObject, JsonPath
+from quantizer.config.json_types import JsonMapping, JsonObject
 from quantizer.config.resources import load_resource
 from quantizer.tables import NUMBER_FORMATS
 
@@ -222,19 +222,6 @@ class QuantizationSpec:
         return asdict(self)
 
 
-@dataclass(frozen=True)
-class Sourced:
-    """A value and where it came from; `place` is None for a built-in default."""
-
-    value: Any
-    place: Place | None = None
-
-    @property
-    def origin(self) -> str:
-        """Return `file:line:column`, or "default"."""
-        return str(self.place) if self.place else "default"
-
-
 Fields = Mapping[str, Sourced]
 """Some fields of a `QuantizationSpec`, or keys of a file, with their values."""
 
@@ -307,129 +294,6 @@ class ConfigRule:
     def leaves_float(self) -> bool:
         """Return whether it leaves all of its layers in float."""
         return self.roles == frozenset() and not self.adds
-
-
-@dataclass(frozen=True)
-class ScalingLayer:
-    """An entry of `scaling_layers`: layers that read one value and are scaled together.
-
-    Names are relative to a block. A layer with an empty name is found on the graph.
-
-    Attributes:
-        layers: the layers that are scaled.
-        prev_op: the layer that computes the value.
-        inp: one of the layers that read it.
-        place: of the entry in the file.
-    """
-
-    layers: tuple[str, ...]
-    prev_op: str = ""
-    inp: str = ""
-    place: Place | None = field(default=None, compare=False)
-
-    @classmethod
-    def of(cls, entry: JsonMapping, place: Place | None) -> ScalingLayer:
-        """Return the group that an entry of a file states."""
-        return cls(**{**entry, "layers": tuple(entry.get("layers", ()))}, place=place)
-
-
-@dataclass(frozen=True)
-class StructureNames:
-    """The parts of a model that an algorithm's settings name; None means that they are found on
-    the graph.
-
-    `blocks` is the module with the decoder's blocks, `inside` the layers of a block in their
-    order, `scaling` the groups that are scaled together. `embeddings` only have to exist.
-    `places` has the file's place of each field that is set.
-    """
-
-    blocks: str | None = None
-    inside: tuple[str, ...] | None = None
-    scaling: tuple[ScalingLayer, ...] | None = None
-    embeddings: tuple[str, ...] | None = None
-    places: Mapping[str, Place] = field(default_factory=dict, compare=False)
-
-
-_STRUCTURE_FIELDS: Mapping[str, str] = {
-    "model_decoder_layers": "blocks",
-    "inside_layer_modules": "inside",
-    "scaling_layers": "scaling",
-    "embedding_layers": "embeddings",
-}
-"""The field of `StructureNames` for each key."""
-
-
-@dataclass(frozen=True)
-class Algorithm:
-    """An algorithm as a file lists it: its class, its entry's path, and each stated key with
-    its place.
-
-    `groups` are the places of the groups in `scaling_layers`. `unread` are stated keys that
-    nothing reads, each with the reason and its first place.
-    """
-
-    kind: type[AlgoConfig]
-    path: JsonPath
-    stated: Mapping[str, Sourced]
-    place: Place | None = None
-    groups: tuple[Place | None, ...] = ()
-    unread: Mapping[str, tuple[str, Place | None]] = field(default_factory=dict)
-
-    @property
-    def name(self) -> str:
-        """Return the name that the file has for it."""
-        return self.kind.name
-
-    @property
-    def stage(self) -> AlgorithmStage:
-        """Return "rescale" or "round"."""
-        return self.kind.stage
-
-    @property
-    def needs_data(self) -> bool:
-        """Return whether it reads the calibration data."""
-        return self.kind.needs_data
-
-    @property
-    def label(self) -> str:
-        """Return `algo_config[0]`, or `algo_config` for an algorithm without a list."""
-        block, *indices = self.path
-        return str(block) + "".join(f"[{index}]" for index in indices)
-
-    def value(self, key: str) -> Any:
-        """Return a setting as it is stated, or its default."""
-        return self.stated[key].value if key in self.stated else getattr(self.kind, key)
-
-    @property
-    def settings(self) -> AlgoConfig:
-        """Return the settings that the algorithm runs with.
-
-        Settings that nothing reads have their default. A switch is off if the switch that it
-        needs is off.
-        """
-        values = {key: self.value(key) for key in read_keys(self.kind)}
-        switches = dict(values)
-        for key, setting in settings_of(self.kind).items():
-            if setting.needs:
-                values[key] = switches[key] and switches[setting.needs]
-        return self.kind(**values)
-
-    @property
-    def names(self) -> StructureNames:
-        """Return the parts of the model that it names."""
-        values: JsonObject = {}
-        places: dict[str, Place] = {}
-        for key, name in _STRUCTURE_FIELDS.items():
-            sourced = self.stated.get(key, Sourced(None))
-            value = sourced.value
-            if value is not None:
-                values[name] = tuple(value) if isinstance(value, list) else value
-            if sourced.place:
-                places[name] = sourced.place
-        if "scaling" in values:
-            groups = zip(values["scaling"], self.groups, strict=True)
-            values["scaling"] = tuple(ScalingLayer.of(group, place) for group, place in groups)
-        return StructureNames(**values, places=places)
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from quantizer.calibration.solution import Solution
-    from quantizer.config.model import Algorithm
+    from quantizer.config.algorithms import Algorithm
     from quantizer.declarations import CheckedTarget
     from quantizer.export.agreement import Verification
     from quantizer.export.deployment import Deployment

@@ -10,8 +10,8 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from quantizer.config.diagnostics import Diagnostic, Place
-from quantizer.config.model import SUPERBLOCK, QuantizationSpec, Sourced
+from quantizer.config.diagnostics import Diagnostic, Place, Sourced
+from quantizer.config.model import SUPERBLOCK, QuantizationSpec
 from quantizer.config.roles import base_role, is_parameter, parameter_name
 from quantizer.config.wording import first_names
 from quantizer.graph.ir import Graph, Node

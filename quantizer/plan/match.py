@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 
+from quantizer.config.diagnostics import Sourced
 from quantizer.config.model import (
     AUTO_METHOD,
     POOLED,
@@ -15,7 +16,6 @@ from quantizer.config.model import (
     ResolvedConfig,
     Role,
     Selector,
-    Sourced,
 )
 from quantizer.config.roles import is_parameter
 from quantizer.config.rules.spec_rules import is_foreign, other_weight_axis

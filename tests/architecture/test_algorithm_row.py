@@ -17,10 +17,9 @@ from torch import nn
 
 from quantizer import Config, Dtype, ModelQuantizer, QuantizationConfig, QuantizationSpec
 from quantizer.cli.main import run_command
-from quantizer.config.algorithms import ALIASES, LISTED, PLUGINS, entry_kinds
+from quantizer.config.algorithms import ALIASES, LISTED, PLUGINS, algorithm_entry, entry_kinds
 from quantizer.config.document.document import Text
 from quantizer.config.document.read import parse_document
-from quantizer.config.forms.algorithm_words import algorithm_entry
 from quantizer.config.load import LoadResult, check_document
 from quantizer.declarations import ListedAlgorithm
 from quantizer.errors import UsageError

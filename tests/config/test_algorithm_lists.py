@@ -18,13 +18,19 @@ from quantizer.algorithms.gptq.settings import GPTQConfig, QronosConfig
 from quantizer.algorithms.rotation.settings import RotationConfig
 from quantizer.algorithms.smoothquant.settings import SmoothQuantConfig
 from quantizer.commands.convert.convert import convert_config
-from quantizer.config.algorithms import ALGORITHMS, AlgoConfig, settings_of
+from quantizer.config.algorithms import (
+    ALGORITHMS,
+    AlgoConfig,
+    Algorithm,
+    ScalingLayer,
+    StructureNames,
+    algorithm_entry,
+    settings_of,
+)
 from quantizer.config.document.document import Document, Text
 from quantizer.config.document.read import parse_document
-from quantizer.config.forms.algorithm_words import algorithm_entry
 from quantizer.config.forms.resolved import resolved_document
 from quantizer.config.load import LoadResult, check_document
-from quantizer.config.model import Algorithm, ScalingLayer, StructureNames
 from quantizer.config.model import ResolvedConfig as ValidConfig
 
 GROUPS = {"dtype": "uint4", "qscheme": "per_group", "ch_axis": 1, "group_size": 128}

@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 
-from quantizer.config.diagnostics import ConfigError
+from quantizer.config.diagnostics import ConfigError, Sourced
 from quantizer.config.document.document import Text
 from quantizer.config.document.read import parse_document
 from quantizer.config.forms.layered import FIELDS
 from quantizer.config.load import check_document, default_config, load_config
-from quantizer.config.model import ROLES, QuantizationSpec, ResolvedConfig, Settings, Sourced
+from quantizer.config.model import ROLES, QuantizationSpec, ResolvedConfig, Settings
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 EXAMPLE = json.loads((CONFIGS / "example.json").read_text("utf-8"))

@@ -29,7 +29,8 @@ from quantizer.algorithms.equalization.equalization import (
 )
 from quantizer.calibration import observing
 from quantizer.calibration.solution import quantized_network
-from quantizer.config.model import ConfigRule, ResolvedConfig, Selector, Settings, Sourced
+from quantizer.config.diagnostics import Sourced
+from quantizer.config.model import ConfigRule, ResolvedConfig, Selector, Settings
 from quantizer.graph.edits import by_channel
 from quantizer.graph.ir import Graph
 from quantizer.graph.passes import run_passes, summary

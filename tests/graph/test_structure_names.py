@@ -12,8 +12,8 @@ import torch
 from support.structures import Mixture, modules_of, prepared
 from torch import Tensor, nn
 
+from quantizer.config.algorithms import ScalingLayer, StructureNames
 from quantizer.config.diagnostics import ConfigError, Place
-from quantizer.config.model import ScalingLayer, StructureNames
 from quantizer.graph.ir import Graph
 from quantizer.graph.structure.definitions import Structure
 from quantizer.graph.structure.find import find_structure

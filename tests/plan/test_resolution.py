@@ -11,14 +11,13 @@ import pytest
 from support.configs import config, document, layer
 from support.toys import traced
 
-from quantizer.config.diagnostics import Diagnostic, Place
+from quantizer.config.diagnostics import Diagnostic, Place, Sourced
 from quantizer.config.model import (
     ConfigRule,
     QuantizationSpec,
     ResolvedConfig,
     Selector,
     Settings,
-    Sourced,
 )
 from quantizer.graph.passes import run_passes
 from quantizer.plan.model import Plan

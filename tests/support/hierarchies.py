@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from quantizer.config.model import ConfigRule, ResolvedConfig, Role, Selector, Settings, Sourced
+from quantizer.config.diagnostics import Sourced
+from quantizer.config.model import ConfigRule, ResolvedConfig, Role, Selector, Settings
 
 Fields = Mapping[Role, Mapping[str, Any]]
 

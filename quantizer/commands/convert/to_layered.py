@@ -19,7 +19,7 @@ from quantizer.commands.convert.findings import (
     specs_by_role,
 )
 from quantizer.config.algorithms import algorithm_entry
-from quantizer.config.diagnostics import Diagnostics, Place
+from quantizer.config.diagnostics import Diagnostics, Place, Sourced
 from quantizer.config.document.document import path_from, pointer_to, value_at
 from quantizer.config.forms.form import CACHE_BLOCK, block_of
 from quantizer.config.forms.level_edits import entry, parameters
@@ -33,7 +33,6 @@ from quantizer.config.model import (
     QuantizationSpec,
     ResolvedConfig,
     Role,
-    Sourced,
 )
 from quantizer.config.roles import KEY_OF
 from quantizer.config.wording import listed, quoted

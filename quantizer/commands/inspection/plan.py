@@ -15,7 +15,8 @@ from quantizer.cli.terminal import output
 from quantizer.cli.terminal.output import filtered_view
 from quantizer.cli.terminal.screen import notes_on_stderr
 from quantizer.cli.traced_model import TracedModel, named_structures, traced_model
-from quantizer.config.model import Algorithm, ResolvedConfig
+from quantizer.config.algorithms import Algorithm
+from quantizer.config.model import ResolvedConfig
 from quantizer.config.wording import counted
 from quantizer.errors import UsageError
 from quantizer.export.exporter import Refusal

@@ -22,10 +22,11 @@ from quantizer.cli.modes.calib_mode import require_calibration_room
 from quantizer.cli.modes.gates import Gate, require_known_names
 from quantizer.cli.terminal.follow import progress, run_display
 from quantizer.cli.terminal.screen import without_notes
+from quantizer.config.algorithms import Algorithm
 from quantizer.config.document.document import Document
 from quantizer.config.json_types import JsonMapping
 from quantizer.config.load import check_document
-from quantizer.config.model import Algorithm, ResolvedConfig
+from quantizer.config.model import ResolvedConfig
 from quantizer.config.run_options import with_finetuning
 from quantizer.errors import UsageError
 from quantizer.evaluation.analyze import WatchedData

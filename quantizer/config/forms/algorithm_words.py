@@ -3,12 +3,11 @@
 from collections.abc import Iterator
 from typing import Any, get_args, get_type_hints
 
-from quantizer.config.algorithms import ALGORITHMS, AlgoConfig, settings_of
-from quantizer.config.diagnostics import Place
+from quantizer.config.algorithms import ALGORITHMS, AlgoConfig, Algorithm, settings_of
+from quantizer.config.diagnostics import Place, Sourced
 from quantizer.config.document.document import Document
 from quantizer.config.forms.form import ALGORITHM_BLOCKS, Form
 from quantizer.config.json_types import JsonObject, JsonPath
-from quantizer.config.model import Algorithm, Sourced
 
 _GROUP_KEYS = ("prev_op", "layers", "inp")
 """The members of a group of layers that something reads."""

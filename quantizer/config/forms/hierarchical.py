@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from quantizer.config.algorithms import SWITCHES
+from quantizer.config.diagnostics import Sourced
 from quantizer.config.document.document import Document
 from quantizer.config.forms.form import ALGORITHM_LISTS, CACHE_BLOCK, SPEC_KEYS
 from quantizer.config.forms.hierarchical_spec import Words
@@ -15,7 +16,6 @@ from quantizer.config.model import (
     Role,
     Selector,
     Settings,
-    Sourced,
 )
 from quantizer.config.roles import ROLE_OF
 

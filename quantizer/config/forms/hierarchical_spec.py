@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from quantizer.config.diagnostics import Place
+from quantizer.config.diagnostics import Place, Sourced
 from quantizer.config.forms.types import (
     BLOCK_FORMATS,
     INTEGERS,
@@ -23,7 +23,6 @@ from quantizer.config.model import (
     Fields,
     QuantizationSpec,
     Role,
-    Sourced,
     SymmetricScale,
 )
 from quantizer.config.rules.spec_rules import is_foreign, other_weight_axis

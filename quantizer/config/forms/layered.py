@@ -4,10 +4,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Literal
 
-from quantizer.config.diagnostics import Place
+from quantizer.config.diagnostics import Place, Sourced
 from quantizer.config.document.document import Document
 from quantizer.config.json_types import JsonPath
-from quantizer.config.model import ROLES, ConfigRule, Fields, Role, Selector, Settings, Sourced
+from quantizer.config.model import ROLES, ConfigRule, Fields, Role, Selector, Settings
 
 FIELDS = {
     "datatype": "dtype",

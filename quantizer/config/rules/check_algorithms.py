@@ -7,16 +7,9 @@ No algorithm is known here by name: what there is to check of one is in its sett
 from collections.abc import Sequence
 from typing import Any
 
-from quantizer.config.algorithms import finds_codes, settings_of
-from quantizer.config.diagnostics import Diagnostic, Diagnostics, related_to
-from quantizer.config.model import (
-    Algorithm,
-    Fields,
-    QuantizationSpec,
-    ResolvedConfig,
-    Role,
-    Sourced,
-)
+from quantizer.config.algorithms import Algorithm, finds_codes, settings_of
+from quantizer.config.diagnostics import Diagnostic, Diagnostics, Sourced, related_to
+from quantizer.config.model import Fields, QuantizationSpec, ResolvedConfig, Role
 from quantizer.config.wording import listed, quoted
 
 

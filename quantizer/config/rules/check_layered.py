@@ -6,17 +6,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from quantizer.config.diagnostics import Diagnostic, Diagnostics, Place, related_to
+from quantizer.config.diagnostics import Diagnostic, Diagnostics, Place, Sourced, related_to
 from quantizer.config.document.document import Document
 from quantizer.config.forms.layered import OPTIONAL, LayeredLevel
-from quantizer.config.model import (
-    Fields,
-    QuantizationSpec,
-    ResolvedConfig,
-    Role,
-    Settings,
-    Sourced,
-)
+from quantizer.config.model import Fields, QuantizationSpec, ResolvedConfig, Role, Settings
 from quantizer.config.rules.spec_rules import Conflict, conflicts
 
 _DPU_ONLY = frozenset({"change_concat_input_fix", "change_pool_input_fix"})

@@ -9,9 +9,9 @@ from dataclasses import dataclass, replace
 from functools import cache, lru_cache
 from typing import TYPE_CHECKING
 
-from quantizer.config.diagnostics import Diagnostic, Place, Severity
+from quantizer.config.diagnostics import Diagnostic, Place, Severity, Sourced
 from quantizer.config.json_types import JsonMapping
-from quantizer.config.model import CAST_ONLY, QuantizationSpec, Role, Sourced
+from quantizer.config.model import CAST_ONLY, QuantizationSpec, Role
 from quantizer.config.resources import load_resource
 
 if TYPE_CHECKING:

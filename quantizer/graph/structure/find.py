@@ -10,8 +10,8 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
+from quantizer.config.algorithms import ScalingLayer, StructureNames
 from quantizer.config.diagnostics import ConfigError, Diagnostic, Place
-from quantizer.config.model import ScalingLayer, StructureNames
 from quantizer.config.wording import did_you_mean, listed
 from quantizer.graph.edits import channels_of
 from quantizer.graph.ir import Graph

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 
-from quantizer.config.algorithms import keeps_super_blocks
+from quantizer.config.algorithms import Algorithm, keeps_super_blocks
 from quantizer.config.diagnostics import ConfigError
 from quantizer.config.document.document import Document, Text
 from quantizer.config.document.edited import edited_text
@@ -15,7 +15,7 @@ from quantizer.config.document.read import parse_document
 from quantizer.config.forms.aliases import canonical
 from quantizer.config.json_types import JsonMapping, JsonObject, JsonPath
 from quantizer.config.load import check_document, load_text
-from quantizer.config.model import Algorithm, QuantizationSpec
+from quantizer.config.model import QuantizationSpec
 from quantizer.config.wording import first_names
 from quantizer.declarations import FIT_INPUTS
 from quantizer.errors import UsageError, or_without
