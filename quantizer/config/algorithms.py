@@ -128,6 +128,8 @@ class PreQuantOptConfig(AlgoConfig):
     either list of algorithms of a config.
     """
 
+    stage: ClassVar[AlgorithmStage] = "rescale"
+
 
 def setting(default: Any, description: str, **words: Any) -> Any:
     """Return a dataclass field of settings; `words` are arguments of `Setting`, and keywords of

@@ -1,6 +1,6 @@
 """Declares fast finetuning."""
 
-from quantizer.declarations import CalibrationStep, Plugin
+from quantizer.declarations import CalibrationStep, ConfigChange, ConfigStep, Plugin
 
 _STEP = CalibrationStep(
     "correct",
@@ -10,4 +10,13 @@ _STEP = CalibrationStep(
     why_data="fast finetuning needs the values that layers read, and statistics do not hold "
     "them",
 )
-PLUGIN = Plugin("finetuning", rank=29, steps=(_STEP,))
+_SEARCH = ConfigStep(
+    "finetuning",
+    "two networks in step, and a solution per layer",
+    (
+        ConfigChange("--fast_finetune adaround", fast_finetune="adaround"),
+        ConfigChange("--fast_finetune adaquant", fast_finetune="adaquant"),
+    ),
+    place=4,
+)
+PLUGIN = Plugin("finetuning", rank=29, steps=(_STEP,), search=(_SEARCH,))
