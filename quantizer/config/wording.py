@@ -30,6 +30,16 @@ def listed(words: Iterable[Any]) -> str:
     return ", ".join(word if isinstance(word, str) else json.dumps(word) for word in words)
 
 
+def joined(words: Iterable[str], last: str) -> str:
+    """Return words with commas, and another word before the last of them.
+
+    >>> joined(["a", "b", "c"], "or")
+    'a, b or c'
+    """
+    *first, end = words
+    return f" {last} ".join(filter(None, (", ".join(first), end)))
+
+
 def a_kind(value: object) -> str:
     """Return a value's type with its article, or "None".
 

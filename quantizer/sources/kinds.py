@@ -12,6 +12,7 @@ from typing import Any
 
 from torch import nn
 
+from quantizer.config.wording import joined
 from quantizer.declarations import DataKind
 from quantizer.errors import DataError, UsageError
 from quantizer.plugins import plugins, remedy_for_absent
@@ -188,13 +189,3 @@ def _help(word: str) -> list[str]:
     remedy = f"give {joined(forms, 'or')}"
     name = word.partition(":")[0]
     return [remedy, f"or {remedy_for_absent(name)}"] if name else [remedy]
-
-
-def joined(words: Sequence[str], last: str) -> str:
-    """Return words with commas, and another word before the last of them.
-
-    >>> joined(["a", "b", "c"], "or")
-    'a, b or c'
-    """
-    *first, end = words
-    return f" {last} ".join(filter(None, (", ".join(first), end)))

@@ -16,13 +16,13 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from quantizer.config.wording import a_kind
+from quantizer.config.wording import a_kind, joined
 from quantizer.errors import DataError, ModelError, QuantizerError
 from quantizer.nn.layer import check_float
 from quantizer.plugins import loaded, plugins
 from quantizer.sources.batches import Batch
 from quantizer.sources.directions import BY_NAME, Directions
-from quantizer.sources.kinds import WEIGHT_SUFFIXES, joined
+from quantizer.sources.kinds import WEIGHT_SUFFIXES
 from quantizer.sources.module_state import prepare_for_traces
 from quantizer.sources.tensor_kinds import check_finite
 from quantizer.sources.user_code import (

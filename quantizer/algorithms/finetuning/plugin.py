@@ -19,4 +19,10 @@ _SEARCH = ConfigStep(
     ),
     place=4,
 )
-PLUGIN = Plugin("finetuning", rank=29, steps=(_STEP,), search=(_SEARCH,))
+_HELP = (
+    "Also learn how to round each weight, layer by layer (adaround, the default), or the "
+    "scales too (adaquant)."
+)
+PLUGIN = Plugin(
+    "finetuning", rank=29, steps=(_STEP,), search=(_SEARCH,), options={"fast_finetune": _HELP}
+)
