@@ -275,46 +275,6 @@ class CalibrationStep:
 
 
 @dataclass(frozen=True)
-class ConfigChange:
-    """A change of a config that may lose less. A search for gates tries it.
-
-    Attributes:
-        text: what it does, as part of a sentence.
-        setting: the global setting that it turns on; empty if none.
-        algorithm: the entry of an algorithm, which it adds; empty if it adds none.
-        fast_finetune: the mode of finetuning that calibrations get; empty if they keep theirs.
-        needs_activations: whether activations have to be quantized, or must not be; None if
-            either may be.
-        most_bits: how many bits the narrowest weights may have.
-    """
-
-    text: str
-    setting: str = ""
-    algorithm: Mapping[str, Any] = field(default_factory=dict)
-    fast_finetune: str = ""
-    needs_activations: bool | None = None
-    most_bits: int = 32
-
-
-@dataclass(frozen=True)
-class ConfigStep:
-    """A step of a search for gates: it keeps the best of some changes. Steps of the same name
-    are one.
-
-    Attributes:
-        name: in tables.
-        cost: what it costs to measure and at run time, as words.
-        place: in the order from cheap to dear; those of other packages come last.
-        changes: in order.
-    """
-
-    name: str
-    cost: str
-    changes: tuple[ConfigChange, ...]
-    place: int = 1000
-
-
-@dataclass(frozen=True)
 class DataKind:
     """A kind of data that `--data` names, by files or by a word.
 
@@ -395,7 +355,7 @@ class Plugin:
         algorithms: what configs may list, by name.
         passes: of the graph, by name.
         steps: of the calibration.
-        search: steps of a search for gates.
+        search: its step of a search for gates ("module:name" of a `ConfigStep`).
         data: the kinds of data of `--data`.
         models: the kinds of models of `--model`. The first that a text names loads it.
         parts: functions ("module:name") by what they do, for other plug-ins and the core.
@@ -421,7 +381,7 @@ class Plugin:
     algorithms: Mapping[str, ListedAlgorithm] = field(default_factory=dict)
     passes: Mapping[str, GraphPass] = field(default_factory=dict)
     steps: tuple[CalibrationStep, ...] = ()
-    search: tuple[ConfigStep, ...] = ()
+    search: str = ""
     data: tuple[DataKind, ...] = ()
     models: tuple[ModelKind, ...] = ()
     parts: Mapping[str, str] = field(default_factory=dict)

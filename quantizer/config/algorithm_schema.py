@@ -28,33 +28,25 @@ _OF_ITEMS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "help
 """Keywords of a setting that hold for each item where it is a list."""
 
 
-def form_schema(form: Form) -> JsonMapping:
-    """Return the schema of a form with every algorithm in it, also those whose plug-ins are not
-    there; shared, so never to be changed.
-    """
-    shipped = block_of(form)["definitions"]["algorithm"]["properties"]["name"]["enum"]
-    added = [name for name in entry_kinds(form) if name not in shipped]
-    return _form_schema(form, (*shipped, *added), tuple(added))
-
-
 def generated_schema(form: Form) -> JsonMapping:
     """Return the schema of a form with every algorithm whose plug-in is there, for the file."""
     names = tuple(entry_kinds(form))
-    return _form_schema(form, names, names)
+    return schema_with(form, names, names)
 
 
 @cache
-def _form_schema(form: Form, names: tuple[str, ...], anew: tuple[str, ...]) -> JsonMapping:
-    """Return the schema with these algorithms, of which some are not as the file has them."""
+def schema_with(form: Form, names: tuple[str, ...], anew: tuple[str, ...]) -> JsonMapping:
+    """Return the schema with these algorithms, of which some are not as the file has them.
+
+    It is shared, so never to be changed.
+    """
     schema = block_of(form)
-    if not anew:
-        return schema
     shipped = schema["definitions"]
     shipped_names = shipped["algorithm"]["properties"]["name"]["enum"]
     generated = {"algorithm", "scaling_layer", *shipped_names}
     definitions = {name: entry for name, entry in shipped.items() if name not in generated}
     definitions["scaling_layer"] = block_of("hierarchical", "scaling_layer")
-    definitions["algorithm"] = _any_algorithm(names)
+    definitions["algorithm"] = _any_algorithm(form, names)
     for name in names:
         definitions[name] = shipped.get(name, {})
         if name in anew:
@@ -63,7 +55,7 @@ def _form_schema(form: Form, names: tuple[str, ...], anew: tuple[str, ...]) -> J
     return {**schema, "definitions": definitions}
 
 
-def _any_algorithm(names: tuple[str, ...]) -> JsonObject:
+def _any_algorithm(form: Form, names: tuple[str, ...]) -> JsonObject:
     """Return the schema of an entry, whose name decides which algorithm's schema holds."""
     choices: list[JsonObject] = []
     for name in names:
@@ -73,11 +65,13 @@ def _any_algorithm(names: tuple[str, ...]) -> JsonObject:
             "required": ["name"],
         }
         choices.append({"if": condition, "then": {"$ref": f"#/definitions/{name}"}})
+    kinds = entry_kinds(form)
+    rounding = [name for name in names if name in kinds and kinds[name].stage == "round"]
     key = {
         "title": "quantization algorithm",
         "enum": list(names),
         "description": "Which algorithm.",
-        "examples": ["gptq"],
+        "examples": rounding[:1],
     }
     return {
         "title": "algorithm",

@@ -29,7 +29,8 @@ from quantizer.commands.searching.search import (
 from quantizer.commands.searching.steps import STEPS
 from quantizer.commands.searching.trials import Change, Figures, Trial
 from quantizer.commands.searching.tuned_run import with_tuning_comments
-from quantizer.declarations import ConfigChange, ConfigStep, Plugin
+from quantizer.config.search_steps import ConfigChange, ConfigStep
+from quantizer.declarations import Plugin
 from quantizer.errors import DataError, UsageError
 from quantizer.graph.ir import Graph
 from quantizer.graph.tracing.trace import trace
@@ -251,12 +252,14 @@ def test_plugins_add_steps_and_changes_and_without_them_there_are_none(
     both = ConfigChange("both", algorithm={"name": "gptq"})
     few_bits = ConfigChange("few bits", setting="include_cle", most_bits=4)
     tuned = ConfigChange("finetuned", fast_finetune="adaround")
-    found = (
-        Plugin("a", search=(ConfigStep("late", "much", (weights, both)),)),
-        Plugin("b", search=(ConfigStep("early", "little", (tuned, few_bits), place=1),)),
-        Plugin("c", search=(ConfigStep("late", "more", (few_bits,)),)),
-    )
-    monkeypatch.setattr(table, "plugins", lambda: found)
+    found = {
+        "a": ConfigStep("late", "much", (weights, both)),
+        "b": ConfigStep("early", "little", (tuned, few_bits), place=1),
+        "c": ConfigStep("late", "more", (few_bits,)),
+    }
+    monkeypatch.setattr(table, "loaded", found.__getitem__)
+    rows = [Plugin(name, search=name) for name in found]
+    monkeypatch.setattr(table, "plugins", lambda: rows)
     early, late = table.declared_steps()
     assert [(early.name, early.cost), (late.name, late.cost)] == [
         ("early", "little"),
@@ -271,7 +274,7 @@ def test_plugins_add_steps_and_changes_and_without_them_there_are_none(
         "early",
         None,
     )
-    monkeypatch.setattr(table, "plugins", lambda: (found[2],))
+    monkeypatch.setattr(table, "plugins", lambda: rows[2:])
     (none,) = table.declared_steps()
     with pytest.raises(UsageError, match="changes nothing"):
         list(none.changes(search))

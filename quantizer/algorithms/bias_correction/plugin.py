@@ -1,6 +1,6 @@
 """Declares bias correction."""
 
-from quantizer.declarations import CalibrationStep, ConfigChange, ConfigStep, Plugin
+from quantizer.declarations import CalibrationStep, Plugin
 
 _STEP = CalibrationStep(
     "correct",
@@ -9,10 +9,5 @@ _STEP = CalibrationStep(
     setting="include_bias_corr",
     why_data="bias correction needs the outputs of the quantized network, whose scales change",
 )
-_SEARCH = ConfigStep(
-    "bias correction",
-    "a second pass over the data",
-    (ConfigChange("biases corrected", setting="include_bias_corr"),),
-    place=1,
-)
-PLUGIN = Plugin("bias_correction", rank=30, steps=(_STEP,), search=(_SEARCH,))
+_SEARCH = "quantizer.algorithms.bias_correction.search:STEP"
+PLUGIN = Plugin("bias_correction", rank=30, steps=(_STEP,), search=_SEARCH)

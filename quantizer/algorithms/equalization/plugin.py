@@ -1,6 +1,6 @@
 """Declares cross-layer equalization."""
 
-from quantizer.declarations import ConfigChange, ConfigStep, GraphPass, ListedAlgorithm, Plugin
+from quantizer.declarations import GraphPass, ListedAlgorithm, Plugin
 
 _SETTINGS = "quantizer.algorithms.equalization.settings:CLEConfig"
 _PASS = GraphPass(
@@ -8,16 +8,11 @@ _PASS = GraphPass(
     setting="include_cle",
     summary="pairs of layers equalized: {count}; largest factor 2^{amount:.1f}",
 )
-_SEARCH = ConfigStep(
-    "equalization",
-    "a calibration; nothing at run time",
-    (ConfigChange("neighbouring layers equalized", algorithm={"name": "cle"}),),
-    place=2,
-)
+_SEARCH = "quantizer.algorithms.equalization.search:STEP"
 PLUGIN = Plugin(
     "equalization",
     rank=25,
     algorithms={"cle": ListedAlgorithm(_SETTINGS, switch="include_cle")},
-    search=(_SEARCH,),
+    search=_SEARCH,
     passes={"cross_layer_equalization": _PASS},
 )

@@ -1,6 +1,6 @@
 """Declares fast finetuning."""
 
-from quantizer.declarations import CalibrationStep, ConfigChange, ConfigStep, Plugin
+from quantizer.declarations import CalibrationStep, Plugin
 
 _STEP = CalibrationStep(
     "correct",
@@ -10,19 +10,11 @@ _STEP = CalibrationStep(
     why_data="fast finetuning needs the values that layers read, and statistics do not hold "
     "them",
 )
-_SEARCH = ConfigStep(
-    "finetuning",
-    "two networks in step, and a solution per layer",
-    (
-        ConfigChange("--fast_finetune adaround", fast_finetune="adaround"),
-        ConfigChange("--fast_finetune adaquant", fast_finetune="adaquant"),
-    ),
-    place=4,
-)
 _HELP = (
     "Also learn how to round each weight, layer by layer (adaround, the default), or the "
     "scales too (adaquant)."
 )
+_SEARCH = "quantizer.algorithms.finetuning.search:STEP"
 PLUGIN = Plugin(
-    "finetuning", rank=29, steps=(_STEP,), search=(_SEARCH,), options={"fast_finetune": _HELP}
+    "finetuning", rank=29, steps=(_STEP,), search=_SEARCH, options={"fast_finetune": _HELP}
 )

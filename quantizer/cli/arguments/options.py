@@ -79,41 +79,19 @@ def _of_plugins(name: str, **settings: Any) -> Any:
     """Return the field of an option that only plug-ins read, which `--help` leaves out without
     them.
     """
-    texts: list[str] = []
-    for plugin in plugins():
-        for reader in (*plugin.data, plugin):
-            texts += filter(None, [reader.options.get(name)])
-    return option(texts[0] if texts else "", hidden=not texts, **settings)
+    readers = [*_KINDS, *plugins()]
+    helps = [reader.options[name] for reader in readers if name in reader.options]
+    return option("".join(helps[:1]), hidden=not helps, **settings)
 
 
-def _kinds_of_data() -> str:
-    """Return what `--data` may be, for its help."""
-    files: list[str] = []
-    words: list[str] = []
-    for plugin in plugins():
-        for kind in plugin.data:
-            if kind.word:
-                words.append(kind.word)
-            elif not kind.form:
-                files.append(kind.name)
-    kinds = ["a factory", "a folder", "files", *files, "random:NxCxHxW", *words]
-    return joined(dict.fromkeys(kinds), "or")
-
-
-def _other_batch_sizes() -> str:
-    """Return the kinds of data with batches of other sizes."""
-    sizes: list[str] = []
-    for plugin in plugins():
-        sizes += [
-            f"; for {kind.name} {kind.batch_size}" for kind in plugin.data if kind.batch_size
-        ]
-    return "".join(sizes)
-
-
+_KINDS = [kind for plugin in plugins() for kind in plugin.data]
 _FOLDERS = [kind.form for plugin in plugins() for kind in plugin.models]
-_WITH_CODE = ["a .pt2 file", *_FOLDERS]
+_FILES = [kind.name for kind in _KINDS if not kind.word and not kind.form]
+_WORDS = [kind.word for kind in _KINDS if kind.word]
+_DATA_FORMS = ("a factory", "a folder", "files", *_FILES, "random:NxCxHxW", *_WORDS)
 _PYTHON = ("file.py with model()", "file.py:factory", "package.module:factory")
-_MODEL_FORMS = (*_PYTHON, *_FOLDERS, "a .pt2 file")
+_WITH_CODE = ("a .pt2 file", *_FOLDERS)
+_SIZES = [f"; for {kind.name} {kind.batch_size}" for kind in _KINDS if kind.batch_size]
 _FILE = PathType()
 _OUTPUT = OutputFile()
 output_option = functools.partial(click.option, "--output", "-o", type=_OUTPUT, metavar="FILE")
@@ -157,7 +135,9 @@ class Options:
     )
     config_file: str | None = _file("The JSON config.", "--config", type=WrittenPath())
     model: str | None = _file(
-        f"The model: {joined(_MODEL_FORMS, 'or')}.", group="Model", metavar="MODEL"
+        f"The model: {joined([*_PYTHON, *_FOLDERS, 'a .pt2 file'], 'or')}.",
+        group="Model",
+        metavar="MODEL",
     )
     weights: str | None = _file(
         "Weights of the model: a .safetensors file, or a .pth file with only tensors.",
@@ -183,7 +163,7 @@ class Options:
         group="Model",
     )
     data: str | None = _file(
-        f"Calibration data: {_kinds_of_data()}.  "
+        f"Calibration data: {joined(dict.fromkeys(_DATA_FORMS), 'or')}.  "
         "[default: calibration_data() in the model's file]",
         group="Data",
         metavar="DATA",
@@ -211,7 +191,7 @@ class Options:
     subset_len: int | None = _count("Use (or make) only N samples of the data.", group="Data")
     skip_len: int | None = _count("Test without the first N samples of the data.", group="Data")
     batch_size: int | None = _count(
-        f"Samples per batch.  [default: 32{_other_batch_sizes()}]", group="Data"
+        f"Samples per batch.  [default: 32{''.join(_SIZES)}]", group="Data"
     )
     tokenizer: str | None = _of_plugins("tokenizer", group="Data", type=_FILE, metavar="PATH")
     seq_len: int | None = _of_plugins(

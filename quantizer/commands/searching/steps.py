@@ -27,15 +27,15 @@ from quantizer.config.forms.level_edits import (
 from quantizer.config.json_types import JsonObject
 from quantizer.config.model import Role
 from quantizer.config.roles import base_role
+from quantizer.config.search_steps import ConfigChange, ConfigStep
 from quantizer.config.wording import counted, first_names
-from quantizer.declarations import ConfigChange, ConfigStep
 from quantizer.errors import GateError, UsageError
 from quantizer.evaluation.ablation import ablate_calibrated
 from quantizer.evaluation.analyze import NOISE_BATCHES, WatchedData, analyze_weights
 from quantizer.evaluation.width_choice import Budget, best_choice, chosen_specs
 from quantizer.graph.names import path_names
 from quantizer.numerics.codes import bits_of
-from quantizer.plugins import plugins
+from quantizer.plugins import loaded, plugins
 
 _ACTIVATIONS: tuple[Role, ...] = ("input", "activation")
 _METHODS = ("auto", "percentile", "mse", "maxmin")
@@ -85,9 +85,7 @@ def _has_activations(search: Search) -> bool:
 
 def declared_steps() -> Iterator[SearchStep]:
     """Yield the steps of plug-ins, from cheap to dear."""
-    declared: list[ConfigStep] = []
-    for plugin in plugins():
-        declared += plugin.search
+    declared: list[ConfigStep] = [loaded(row.search) for row in plugins() if row.search]
     by_name: dict[str, list[ConfigStep]] = {}
     for step in sorted(declared, key=attrgetter("place")):
         by_name.setdefault(step.name, []).append(step)

@@ -12,7 +12,6 @@ from functools import cache
 from itertools import chain, islice
 from typing import TYPE_CHECKING, Any
 
-from quantizer.config.algorithm_schema import form_schema
 from quantizer.config.algorithms import entry_kinds
 from quantizer.config.diagnostics import Diagnostic, Diagnostics, Place
 from quantizer.config.document.document import Document
@@ -20,11 +19,13 @@ from quantizer.config.forms.algorithm_words import read_names
 from quantizer.config.forms.form import (
     ALGORITHM_LISTS,
     Form,
+    block_of,
     form_of,
     plugin_of_algorithm,
     plugin_of_setting,
     remedy,
 )
+from quantizer.config.json_types import JsonMapping
 
 if TYPE_CHECKING:
     from jsonschema.exceptions import ValidationError
@@ -63,10 +64,25 @@ def _validator(form: Form, algorithms: tuple[str, ...]) -> Validator:
     from jsonschema.validators import extend
 
     validator: type[Validator] = extend(Draft7Validator, {"uniqueItems": _unique_items})  # type: ignore[no-untyped-call]
-    schema = dict(form_schema(form))
+    schema = dict(_form_schema(form))
     # The conflict rules
     schema.pop("allOf", None)
     return validator(schema)
+
+
+def _form_schema(form: Form) -> JsonMapping:
+    """Return the schema of a form with every algorithm in it, also those whose plug-ins are not
+    there; shared, so never to be changed.
+    """
+    schema = block_of(form)
+    shipped = schema["definitions"]["algorithm"]["properties"]["name"]["enum"]
+    added = [name for name in entry_kinds(form) if name not in shipped]
+    if not added:
+        return schema
+    # Only algorithms of other packages need it
+    from quantizer.config.algorithm_schema import schema_with
+
+    return schema_with(form, (*shipped, *added), tuple(added))
 
 
 def _unique_items(
