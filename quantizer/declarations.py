@@ -316,11 +316,13 @@ class ModelKind:
         loader: the function ("module:name") that returns the `LoadedModel` of a text, given
             `trust`.
         is_named_by: whether a text of `--model` names one. It imports and opens nothing.
+        defers_weights: whether weights stay in their files until a layer needs them.
     """
 
     form: str
     loader: str
     is_named_by: Callable[[str], bool]
+    defers_weights: bool = False
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ defaults, schema, pages and Python API are generated. Imports no torch.
 """
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
@@ -178,6 +178,11 @@ def keeps_super_blocks(kind: type[AlgoConfig]) -> bool:
     their scales.
     """
     return finds_codes(kind) and not kind.needs_groups
+
+
+def named_algorithms(fits: Callable[[type[AlgoConfig]], bool]) -> str:
+    """Return the names of the algorithms that fit a remedy; empty if none is there."""
+    return " or ".join(name for name, kind in ALGORITHMS.items() if fits(kind))
 
 
 LISTED: dict[str, ListedAlgorithm] = {}
