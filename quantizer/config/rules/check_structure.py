@@ -64,13 +64,13 @@ def _validator(form: Form, algorithms: tuple[str, ...]) -> Validator:
     from jsonschema.validators import extend
 
     validator: type[Validator] = extend(Draft7Validator, {"uniqueItems": _unique_items})  # type: ignore[no-untyped-call]
-    schema = dict(_form_schema(form))
+    schema = dict(form_schema(form))
     # The conflict rules
     schema.pop("allOf", None)
     return validator(schema)
 
 
-def _form_schema(form: Form) -> JsonMapping:
+def form_schema(form: Form) -> JsonMapping:
     """Return the schema of a form with every algorithm in it, also those whose plug-ins are not
     there; shared, so never to be changed.
     """
