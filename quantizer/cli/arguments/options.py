@@ -25,6 +25,7 @@ from quantizer.cli.terminal.screen import screen
 from quantizer.config.algorithms import MAX_SEED
 from quantizer.config.run_options import FINETUNE_MODES, LEVELS, SIZE_CHOICES
 from quantizer.config.wording import joined
+from quantizer.declarations import DataKind, Plugin
 from quantizer.export.targets import CHECKED_TARGETS, CHOICES, EXPORTERS
 from quantizer.plugins import plugins
 
@@ -79,7 +80,7 @@ def _of_plugins(name: str, **settings: Any) -> Any:
     """Return the field of an option that only plug-ins read, which `--help` leaves out without
     them.
     """
-    readers = [*_KINDS, *plugins()]
+    readers: list[DataKind | Plugin] = [*_KINDS, *plugins()]
     helps = [reader.options[name] for reader in readers if name in reader.options]
     return option("".join(helps[:1]), hidden=not helps, **settings)
 

@@ -142,7 +142,7 @@ def _changed(change: ConfigChange, named: str, trial: Trial) -> Trial:
 
 def _rounds(change: ConfigChange) -> bool:
     """Return whether a change adds an algorithm that rounds weights."""
-    name = change.algorithm.get("name")
+    name: str = change.algorithm.get("name", "")
     return name in ALGORITHMS and ALGORITHMS[name].stage == "round"
 
 
