@@ -26,8 +26,8 @@ _SPEC_HINTS = get_type_hints(QuantizationSpec)
 """The types of the fields of a spec. Evaluating them takes longer than checking one spec."""
 _SETTINGS_HINTS = get_type_hints(Settings)
 del _SETTINGS_HINTS["places"]
-_WORDS = {"method": {*RANGE_METHODS}, "dtype": {"int", *NUMBER_FORMATS}}
-"""Of specs, by key."""
+_WORDS: Mapping[str, Mapping[str, Any]] = {"method": RANGE_METHODS, "dtype": NUMBER_FORMATS}
+"""The tables of words of specs, by key. Plain integers have no row."""
 _SIMPLE_SCHEMAS: list[tuple[dict[str, str], set[type]]] = [
     ({"type": "number"}, {int, float}),
     ({"type": "integer"}, {int}),
@@ -72,7 +72,7 @@ def _require_words(path: Path, fields: Mapping[str, Any]) -> None:
     """
     for key, known in _WORDS.items():
         word = fields.get(key)
-        if isinstance(word, str) and word not in known:
+        if isinstance(word, str) and word != "int" and word not in known:
             raise ResultError(
                 f"{path} has the {key} {word!r}, which is not there",
                 help=[remedy_for_absent(word), "or run <--quant_mode calib> again"],
