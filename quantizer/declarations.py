@@ -292,11 +292,12 @@ class DataKind:
         suffixes: of its files. Another plug-in may add some with a kind of the same name.
         word: that `--data` begins with; empty for files.
         form: how `--data` names it; empty for files of which only the suffixes are named.
-        options: those that this kind reads, and not each kind.
+        options: those that this kind reads, and not each kind, with their help.
         refusal: what errors say of other data if one of the options is given, and the help.
         is_synthetic: whether the data are made from the model.
         advice: for errors about missing data; empty if there is none.
         has_class_folders: whether a folder may have a folder of files for each label.
+        batch_size: samples of a batch, if it is not the usual one.
     """
 
     name: str
@@ -305,11 +306,12 @@ class DataKind:
     suffixes: tuple[str, ...] = ()
     word: str = ""
     form: str = ""
-    options: tuple[str, ...] = ()
+    options: Mapping[str, str] = field(default_factory=dict)
     refusal: tuple[str, str] = ("", "leave out the option")
     is_synthetic: bool = False
     advice: str = ""
     has_class_folders: bool = False
+    batch_size: int | None = None
 
 
 @dataclass(frozen=True)
@@ -321,11 +323,13 @@ class ModelKind:
         loader: the function ("module:name") that returns the `LoadedModel` of a text, given
             `trust`.
         is_named_by: whether a text of `--model` names one. It imports and opens nothing.
+        defers_weights: whether weights stay in their files until a layer needs them.
     """
 
     form: str
     loader: str
     is_named_by: Callable[[str], bool]
+    defers_weights: bool = False
 
 
 @dataclass(frozen=True)
@@ -360,9 +364,11 @@ class Plugin:
         algorithms: what configs may list, by name.
         passes: of the graph, by name.
         steps: of the calibration.
+        search: its step of a search for gates ("module:name" of a `ConfigStep`).
         data: the kinds of data of `--data`.
         models: the kinds of models of `--model`. The first that a text names loads it.
         parts: functions ("module:name") by what they do, for other plug-ins and the core.
+        options: the help of options of a run, besides those of its data, that only it reads.
         packages: what it imports, by the extra that installs it.
         range_methods: the values of `method`, by name.
         formats: the number formats, by name.
@@ -384,9 +390,11 @@ class Plugin:
     algorithms: Mapping[str, ListedAlgorithm] = field(default_factory=dict)
     passes: Mapping[str, GraphPass] = field(default_factory=dict)
     steps: tuple[CalibrationStep, ...] = ()
+    search: str = ""
     data: tuple[DataKind, ...] = ()
     models: tuple[ModelKind, ...] = ()
     parts: Mapping[str, str] = field(default_factory=dict)
+    options: Mapping[str, str] = field(default_factory=dict)
     packages: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     range_methods: Mapping[str, RangeMethod] = field(default_factory=dict)
     formats: Mapping[str, NumberFormat] = field(default_factory=dict)

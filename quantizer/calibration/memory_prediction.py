@@ -19,6 +19,7 @@ from quantizer.layerwise.sequential_runner import half_of_what_is_free
 from quantizer.option_words import Sentence
 from quantizer.plan.model import Key, Plan, TensorSpecs
 from quantizer.plan.size import alive_bytes, value_bytes, working_bytes
+from quantizer.plugins import plugins
 from quantizer.storage import process_memory
 from quantizer.storage.deferred_tensor import DeferredTensor
 from quantizer.storage.process_memory import keeps_freed_blocks, trim_heap
@@ -206,8 +207,11 @@ def require_room(mode: str, more: int, remedies: Sequence[str]) -> None:
 def remedies(graph: Graph) -> list[str]:
     """Return what takes less memory."""
     texts: list[str] = [Sentence("use a smaller <--batch_size>")]
-    if not graph.is_deferred:
-        texts.append("give a Hugging Face folder, whose weights stay in their files")
+    if graph.is_deferred:
+        return texts
+    for plugin in plugins():
+        forms = [kind.form for kind in plugin.models if kind.defers_weights]
+        texts += [f"give {form}, whose weights stay in their files" for form in forms]
     return texts
 
 

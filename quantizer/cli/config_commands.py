@@ -3,9 +3,11 @@
 """
 
 import importlib
+import json
 import re
 from collections import Counter
 from difflib import unified_diff
+from typing import cast, get_args
 
 import click
 
@@ -16,6 +18,7 @@ from quantizer.cli.terminal.render import RENDERERS, say
 from quantizer.cli.terminal.screen import screen
 from quantizer.config.diagnostics import ConfigError, Diagnostic
 from quantizer.config.document.read import read_text
+from quantizer.config.forms.form import Form
 from quantizer.config.load import LoadResult, fix_text, load_config
 from quantizer.config.pages import (
     code_page,
@@ -25,7 +28,8 @@ from quantizer.config.pages import (
     setting_names,
     setting_page,
 )
-from quantizer.config.resources import resource
+from quantizer.config.resources import load_resource, resource
+from quantizer.config.rules.check_structure import form_schema
 from quantizer.config.rules.spec_rules import all_codes
 from quantizer.config.wording import closest_word, counted, listed, quoted
 from quantizer.errors import UsageError
@@ -244,7 +248,14 @@ def schema(name: str, as_text: bool) -> None:
     quantizer schema --path
     """
     path = resource("schemas", f"{name}.schema.json")
-    if as_text:
-        click.echo(path.read_text("utf-8"), nl=False)
-    else:
+    if not as_text:
         click.echo(str(path))
+        return
+    text = path.read_text("utf-8")
+    content = load_resource("schemas", path.name)
+    if name in get_args(Form):
+        content = form_schema(cast("Form", name))
+    if content != json.loads(text):
+        # Plug-ins of other packages add words
+        text = f"{json.dumps(content, indent=2, ensure_ascii=False)}\n"
+    click.echo(text, nl=False)

@@ -30,10 +30,10 @@ _OF_ITEMS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "help
 def generated_schema(form: Form) -> JsonMapping:
     """Return the schema of a form with every algorithm whose plug-in is there, for the file."""
     names = tuple(entry_kinds(form))
-    return form_schema(form, names, names)
+    return schema_with(form, names, names)
 
 
-def form_schema(form: Form, names: Sequence[str], anew: Sequence[str]) -> JsonMapping:
+def schema_with(form: Form, names: Sequence[str], anew: Sequence[str]) -> JsonMapping:
     """Return the schema of a form with these algorithms, of which some are not as the file has
     them.
     """
@@ -42,7 +42,7 @@ def form_schema(form: Form, names: Sequence[str], anew: Sequence[str]) -> JsonMa
     generated = {"algorithm", "scaling_layer", *shipped_algorithms(form)}
     definitions = {name: entry for name, entry in shipped.items() if name not in generated}
     definitions["scaling_layer"] = block_of("hierarchical", "scaling_layer")
-    definitions["algorithm"] = _any_algorithm(names)
+    definitions["algorithm"] = _any_algorithm(form, names)
     for name in names:
         definitions[name] = shipped.get(name, {})
         if name in anew:
@@ -51,7 +51,7 @@ def form_schema(form: Form, names: Sequence[str], anew: Sequence[str]) -> JsonMa
     return {**schema, "definitions": definitions}
 
 
-def _any_algorithm(names: Sequence[str]) -> JsonObject:
+def _any_algorithm(form: Form, names: Sequence[str]) -> JsonObject:
     """Return the schema of an entry, whose name decides which algorithm's schema holds."""
     choices: list[JsonObject] = []
     for name in names:
@@ -61,11 +61,13 @@ def _any_algorithm(names: Sequence[str]) -> JsonObject:
             "required": ["name"],
         }
         choices.append({"if": condition, "then": {"$ref": f"#/definitions/{name}"}})
+    kinds = entry_kinds(form)
+    rounding = [name for name in names if name in kinds and kinds[name].stage == "round"]
     key = {
         "title": "quantization algorithm",
         "enum": list(names),
         "description": "Which algorithm.",
-        "examples": ["gptq"],
+        "examples": rounding[:1],
     }
     return {
         "title": "algorithm",

@@ -8,7 +8,7 @@ defaults, schema, pages and Python API are generated. Imports no torch.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
@@ -133,6 +133,8 @@ class PreQuantOptConfig(AlgoConfig):
     either list of algorithms of a config.
     """
 
+    stage: ClassVar[AlgorithmStage] = "rescale"
+
 
 def setting(default: Any, description: str, **words: Any) -> Any:
     """Return a dataclass field of settings; `words` are arguments of `Setting`, and keywords of
@@ -181,6 +183,11 @@ def keeps_super_blocks(kind: type[AlgoConfig]) -> bool:
     their scales.
     """
     return finds_codes(kind) and not kind.needs_groups
+
+
+def named_algorithms(fits: Callable[[type[AlgoConfig]], bool]) -> str:
+    """Return the names of the algorithms that fit a remedy; empty if none is there."""
+    return " or ".join(name for name, kind in ALGORITHMS.items() if fits(kind))
 
 
 LISTED: dict[str, ListedAlgorithm] = {}

@@ -30,7 +30,7 @@ def listed(words: Iterable[Any]) -> str:
     return ", ".join(word if isinstance(word, str) else json.dumps(word) for word in words)
 
 
-def joined(words: Sequence[str], last: str) -> str:
+def joined(words: Iterable[str], last: str) -> str:
     """Return words with commas, and another word before the last of them.
 
     >>> joined(["a", "b", "c"], "or")

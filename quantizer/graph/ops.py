@@ -5,6 +5,8 @@ An operator without a row is allowed. It runs as in torch and stays float, and `
 it.
 """
 
+import logging
+
 from quantizer.graph.channels.axis_rules import (
     ALIKE,
     ATTENTION,
@@ -41,6 +43,7 @@ from quantizer.graph.op_row import (
 )
 from quantizer.plugins import loaded, plugins
 
+_logger = logging.getLogger(__name__)
 OPS: dict[str, Op] = {}
 """The rows by name."""
 PACKETS: dict[str, Op] = {}
@@ -53,11 +56,16 @@ def register_op(row: Op) -> Op:
     Raises:
         ValueError: there is a row of this name, or for one of its packets.
     """
-    if row.name in OPS or any(packet in PACKETS for packet in row.aten):
+    if _is_known(row):
         raise ValueError(f"the table of operators has a row for {row.name}")
     OPS[row.name] = row
     PACKETS.update(dict.fromkeys(row.aten, row))
     return row
+
+
+def _is_known(row: Op) -> bool:
+    """Return whether there is a row of this name, or for one of its packets."""
+    return row.name in OPS or any(packet in PACKETS for packet in row.aten)
 
 
 def find_op(packet: str) -> Op:
@@ -423,5 +431,14 @@ _ROWS = (
 for _each in _ROWS:
     register_op(_each)
 for _plugin in plugins():
-    for _each in loaded(_plugin.operators) if _plugin.operators else ():
+    _added = loaded(_plugin.operators) if _plugin.operators else ()
+    _twice = [_each.name for _each in _added if _is_known(_each)]
+    if _twice:
+        _logger.warning(
+            "the operators of the plug-in %s are left out: there are rows for %s already",
+            _plugin.name,
+            ", ".join(_twice),
+        )
+        continue
+    for _each in _added:
         register_op(_each)

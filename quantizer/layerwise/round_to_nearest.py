@@ -4,6 +4,7 @@ from collections.abc import Iterable, Iterator
 
 from torch import Tensor
 
+from quantizer.config.algorithms import named_algorithms
 from quantizer.config.model import QuantizationSpec
 from quantizer.errors import DataError
 from quantizer.graph.ir import Node
@@ -84,14 +85,15 @@ def sampled_rows(
 
 def super_block_remarks(task: Task) -> Iterator[Remark]:
     """Yield a sentence for each layer whose scales share a factor in super-blocks."""
+    others = named_algorithms(lambda kind: kind.needs_groups)
+    more = f"; the algorithm {others} searches them by the data" if others else ""
     for group in task.structure.groups:
         for name in group.layers:
             spec = task.specs.get((name, "weights"))
             if spec is not None and spec.scale_type == "superblock":
                 text = (
                     f"groups of {spec.dtype} share the factor of their scales, so it keeps the "
-                    "scales of the weights alone; the algorithm imatrix searches them by the "
-                    "data"
+                    f"scales of the weights alone{more}"
                 )
                 yield Remark(name, text)
 

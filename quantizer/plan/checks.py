@@ -4,7 +4,7 @@ it.
 
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 
-from quantizer.config.algorithms import keeps_super_blocks
+from quantizer.config.algorithms import keeps_super_blocks, named_algorithms
 from quantizer.config.diagnostics import Diagnostic, Place
 from quantizer.config.forms.form import Form
 from quantizer.config.model import ConfigRule, QuantizationSpec, ResolvedConfig, Role
@@ -160,6 +160,8 @@ def left_to_search(
             dtypes[spec.dtype] = spec.scale_type == "superblock"
     if not dtypes or not all(dtypes.values()):
         return
+    others = named_algorithms(lambda kind: kind.needs_groups)
+    write = f"write {others}, which searches the scales by the data, or " if others else ""
     for algorithm in config.algorithms:
         if keeps_super_blocks(algorithm.kind):
             yield Diagnostic(
@@ -167,8 +169,7 @@ def left_to_search(
                 f"groups of {listed(dtypes)} share the factor of their scales, which "
                 f"{algorithm.name} cannot change: it has nothing to do",
                 algorithm.place,
-                help="write imatrix, which searches the scales by the data, or quantize to "
-                "int4 or iq4_nl",
+                help=f"{write}quantize to int4 or iq4_nl",
             )
 
 

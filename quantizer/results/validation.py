@@ -15,15 +15,19 @@ from quantizer.config.resources import load_resource
 from quantizer.config.roles import base_role, is_parameter
 from quantizer.config.rules.spec_rules import Conflict, conflicts
 from quantizer.config.wording import first_names
+from quantizer.errors import ResultError
+from quantizer.plugins import remedy_for_absent
 from quantizer.storage.files import damaged, read_json
 from quantizer.storage.opened_files import OpenFile
-from quantizer.tables import NUMBER_FORMATS
+from quantizer.tables import NUMBER_FORMATS, RANGE_METHODS
 
 _MAX_INPUT_VALUES = 1 << 31
 _SPEC_HINTS = get_type_hints(QuantizationSpec)
 """The types of the fields of a spec. Evaluating them takes longer than checking one spec."""
 _SETTINGS_HINTS = get_type_hints(Settings)
 del _SETTINGS_HINTS["places"]
+_WORDS: Mapping[str, Mapping[str, Any]] = {"method": RANGE_METHODS, "dtype": NUMBER_FORMATS}
+"""The tables of words of specs, by key. Plain integers have no row."""
 _SIMPLE_SCHEMAS: list[tuple[dict[str, str], set[type]]] = [
     ({"type": "number"}, {int, float}),
     ({"type": "integer"}, {int}),
@@ -54,9 +58,25 @@ def check_content(content: Any, path: Path) -> None:
         raise damaged(path, "header/inputs", "a batch without samples")
     for layer, roles in content["tensors"].items():
         for role, entry in roles.items():
+            _require_words(path, entry["spec"])
             fault = spec_fault(entry["spec"], role) or _number_fault(entry)
             if fault is not None:
                 raise damaged(path, f"tensors/{layer}/{role}", fault)
+
+
+def _require_words(path: Path, fields: Mapping[str, Any]) -> None:
+    """Refuse a spec with a word that a plug-in may have added.
+
+    Raises:
+        ResultError: naming the word.
+    """
+    for key, known in _WORDS.items():
+        word = fields.get(key)
+        if isinstance(word, str) and word != "int" and word not in known:
+            raise ResultError(
+                f"{path} has the {key} {word!r}, which is not there",
+                help=[remedy_for_absent(word), "or run <--quant_mode calib> again"],
+            )
 
 
 def _field_fault(values: Mapping[str, Any], hints: Mapping[str, Any]) -> str | None:

@@ -39,6 +39,39 @@ torch = "torch" in sys.modules
 words = {"targets": list(EXPORTERS), "destinations": list(DESTINATIONS)}
 print(json.dumps({"codes": codes, "torch": torch, "commands": list(subcommands()), **words}))
 """
+_WITHOUT_EACH = """
+import json, os, sys
+import torch
+
+# Forks share what torch imports, and may use no threads of the parent
+torch.set_num_threads(1)
+torch.export.export(torch.nn.Linear(1, 1), (torch.ones(2, 1),))
+options = ["--config_file", "plain.json", "--model", "net.py", "-q"]
+codes = {}
+for folder in json.loads(sys.argv[1]):
+    os.rename(folder, "removed")
+    child = os.fork()
+    if not child:
+        from quantizer.cli.main import run_command
+
+        place = ["-o", os.path.basename(folder)]
+        modes = [["--quant_mode", mode, *options, *place] for mode in ("calib", "test")]
+        os._exit(max(map(run_command, modes)))
+    codes[folder] = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    os.rename("removed", folder)
+print(json.dumps(codes))
+"""
+_NET = """
+import torch
+
+def model():
+    torch.manual_seed(0)
+    layers = torch.nn.Conv2d(1, 4, 3), torch.nn.BatchNorm2d(4), torch.nn.ReLU()
+    return torch.nn.Sequential(*layers, torch.nn.Flatten(), torch.nn.Linear(144, 3)).eval()
+
+def calibration_data():
+    return [torch.ones(4, 1, 8, 8) * step for step in range(4)]
+"""
 
 
 def without(folder: Path, names: list[str]) -> Path:
@@ -77,6 +110,23 @@ def run_mode(
     return run(
         place, "-m", "quantizer", "--quant_mode", mode, *options, "--subset_len", "64", *more
     )
+
+
+def words_of_sources(name: str) -> set[str]:
+    """Return the words by which the help names the kinds of data and models of a plug-in, and
+    no other.
+    """
+    own: set[str] = set()
+    others: set[str] = set()
+    for plugin in PLUGINS:
+        words = {model.form for model in plugin.models}
+        for kind in plugin.data:
+            words |= {kind.form, kind.word}
+            words |= {f"--{option} " for option in kind.options}
+            words |= set() if kind.form or kind.word else {kind.name}
+        words |= {f"--{option} " for option in plugin.options}
+        (own if plugin.name == name else others).update(words)
+    return own - others - {""}
 
 
 def dependents(name: str) -> set[str]:
@@ -121,6 +171,10 @@ def test_without_one_plugin_its_words_are_unknown_and_all_others_are_there(
             f"'{word}' is not one of its values\nhelp: did you" for word in TARGETS[gone]
         ]
         assert any(said in done.stderr for said in (needed, *guessed))
+    shown = " ".join(done.stdout.split())
+    for gone in lost:
+        for word in words_of_sources(gone):
+            assert word not in shown, word
     if gone_commands and lost == {name}:
         assert f"install the package whose plug-in adds {gone_commands[0]}" in done.stderr
 
@@ -206,6 +260,21 @@ def test_results_of_an_absent_plugin_are_refused_and_the_default_needs_none(
     for mode in ("calib", "test"):
         done = run(place, *words, mode, *short)
         assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.slow
+def test_without_any_one_plugin_a_network_is_calibrated_and_tested(tmp_path: Path) -> None:
+    """Modes import no plug-ins of commands."""
+    place = without(tmp_path, [])
+    (place / "plain.json").write_text(json.dumps(plain_config()))
+    (place / "net.py").write_text(_NET)
+    folders = [folder.relative_to(ROOT).as_posix() for folder in FOLDERS.values()]
+    removed = [folder for folder in folders if "/commands/" not in folder]
+    done = run(place, "-c", _WITHOUT_EACH, json.dumps(removed))
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout.splitlines()[-1]) == dict.fromkeys(removed, 0), done.stderr
+    for folder in removed:
+        assert (place / Path(folder).name / "report.json").exists()
 
 
 @pytest.mark.slow

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -21,6 +22,34 @@ PLUGIN = Plugin("tiny", targets={"tiny": _TARGET})
 """
 
 
+_WORDS = """
+from quantizer.declarations import Plugin
+from quantizer.rows import NumberFormat, RangeMethod
+
+_STEEP = NumberFormat(
+    4, "uint8", 4.0, levels=(-4.0, -1.0, 0.0, 1.0, 4.0), group_size=16, meaning="steep"
+)
+_WHOLE = RangeMethod("tiny_engine:whole", "the whole range", reads="extremes")
+PLUGIN = Plugin("tiny", formats={"steep4": _STEEP}, range_methods={"whole": _WHOLE})
+
+def whole(values, spec):
+    return values.low.double(), values.high.double()
+"""
+_CLASH = """
+from quantizer.declarations import Plugin
+from quantizer.graph.op_row import Op
+
+ROWS = [Op("mine", "fusable", ("a.b",), ("mine",)), Op("relu", "fusable", ("a.c",), ("my_relu",))]
+PLUGIN = Plugin("tiny", operators="tiny_engine:ROWS")
+"""
+_EACH = """
+import json, sys
+from quantizer.cli.main import run_command
+
+print(json.dumps([run_command(words) for words in json.loads(sys.argv[1])]))
+"""
+
+
 def installed(folder: Path, code: str) -> Path:
     """Install a package with a plug-in into a folder."""
     metadata = folder / "tiny_engine-1.0.dist-info"
@@ -36,9 +65,13 @@ def installed(folder: Path, code: str) -> Path:
 
 
 def run(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    return python(folder, "-m", "quantizer", *words)
+
+
+def python(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
     path = os.pathsep.join((str(PACKAGE.parent), str(folder)))
     return subprocess.run(
-        [sys.executable, "-m", "quantizer", *words],
+        [sys.executable, *words],
         capture_output=True,
         text=True,
         env={**os.environ, "PYTHONPATH": path, "COLUMNS": "200"},
@@ -86,3 +119,39 @@ def test_validate_imports_no_plugin_of_others(words: list[str], tmp_path: Path) 
     done = run(folder, *words, str(PACKAGE.parent / "configs" / "cpu_int8.json"))
     assert done.returncode == 0
     assert "imported" not in done.stdout
+
+
+def test_the_words_of_a_plugin_calibrate_and_results_with_them_need_it(tmp_path: Path) -> None:
+    folder = installed(tmp_path / "site", _WORDS)
+    model = ["--model", str(PACKAGE.parent / "examples" / "digits.py"), "--subset_len", "32"]
+    layered = (PACKAGE.parent / "configs" / "cpu_int8.json").read_text("utf-8")
+    weight = {"dtype": "steep4", "qscheme": "per_group", "group_size": 16, "ch_axis": 1}
+    texts = {
+        "whole": layered.replace('"method": "auto"', '"method": "whole"'),
+        "steep4": json.dumps({"global_quant_config": {"weight": weight}}),
+    }
+    calibs, tests = [], []
+    for word, text in texts.items():
+        path = tmp_path / f"{word}.json"
+        path.write_text(text, "utf-8")
+        place = ["-o", str(tmp_path / word), *model]
+        calibs.append(["--quant_mode", "calib", "--config_file", str(path), *place])
+        tests.append(["--quant_mode", "test", *place])
+    schemas = [["schema", "layered"], ["schema", "hierarchical"]]
+    done = python(folder, "-c", _EACH, json.dumps([*schemas, *calibs]))
+    assert json.loads(done.stdout.splitlines()[-1]) == [0] * 4, done.stderr
+    assert '"whole"' in done.stdout and '"steep4"' in done.stdout
+    done = python(tmp_path, "-c", _EACH, json.dumps(tests))
+    assert json.loads(done.stdout.splitlines()[-1]) == [5, 5], done.stderr
+    for key, word in (("method", "whole"), ("dtype", "steep4")):
+        assert f"quant_info.json has the {key} '{word}', which is not there" in done.stderr
+        assert f"install the package whose plug-in adds {word}" in done.stderr
+
+
+def test_operators_of_a_plugin_that_are_there_already_are_one_warning(tmp_path: Path) -> None:
+    folder = installed(tmp_path, _CLASH)
+    code = "from quantizer.graph.ops import OPS; assert 'mine' not in OPS"
+    done = python(folder, "-c", code)
+    assert done.returncode == 0, done.stderr
+    [line] = done.stderr.splitlines()
+    assert line.startswith("the operators of the plug-in tiny are left out") and "relu" in line

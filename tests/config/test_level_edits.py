@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -14,12 +13,10 @@ from quantizer.config.document.document import Document
 from quantizer.config.forms.level_edits import (
     group_sizes,
     with_algorithm,
-    with_bias_correction,
     with_channels,
-    with_equalization,
     with_group_size,
     with_method,
-    with_tuning_comments,
+    with_setting,
 )
 from quantizer.config.load import check_document
 from quantizer.config.model import ResolvedConfig
@@ -33,8 +30,8 @@ EDITS: dict[str, Edit] = {
     "weights mse": lambda value: with_method(value, ("weights",), "mse"),
     "channels": with_channels,
     "groups": lambda value: with_group_size(value, 32),
-    "bias": with_bias_correction,
-    "equalization": with_equalization,
+    "bias": lambda value: with_setting(value, "include_bias_corr", "bias correction"),
+    "equalization": lambda value: with_algorithm(value, {"name": "cle"}),
     "smoothquant": lambda value: with_algorithm(value, {"name": "smoothquant", "alpha": 0.5}),
     "awq": lambda value: with_algorithm(value, {"name": "awq"}),
     "gptq": lambda value: with_algorithm(value, {"name": "gptq"}),
@@ -126,7 +123,7 @@ def test_what_a_form_has_no_word_for_is_refused() -> None:
     with pytest.raises(UsageError, match="no observer for entropy"):
         with_method(value, ("input",), "entropy")
     with pytest.raises(UsageError, match="no bias correction"):
-        with_bias_correction(value)
+        with_setting(value, "include_bias_corr", "bias correction")
     assert with_method(value, ("weights",), "group_mse")["global_quant_config"]["weight"] == {
         **INT4,
         "observer_cls": "PerGroupMSEObserver",
@@ -152,23 +149,10 @@ def test_algorithms_keep_their_order_and_exclude_each_other() -> None:
     form: dict[str, Any] = {"global_quant_config": {"weight": INT4, "input_tensors": INT8}}
     for name in ("gptq", "awq", "smoothquant"):
         form = with_algorithm(form, {"name": name})
-    form = with_equalization(form)
+    form = with_algorithm(form, {"name": "cle"})
     assert [entry["name"] for entry in form["pre_quant_opt_config"]] == ["cle", "smoothquant"]
     assert [entry["name"] for entry in form["algo_config"]] == ["awq", "gptq"]
     assert loaded(form) is not None and loaded(value) is not None
-
-
-def test_comments_say_what_was_changed_and_changes_nothing_else() -> None:
-    value = {"$schema": "x", "//": "mine", **document()}
-    once = with_tuning_comments(value, ["a: b"], None)
-    twice = with_tuning_comments(once, ["c: d"], "adaround")
-    assert list(once)[:3] == ["$schema", "//", "// quantizer tune"]
-    assert twice["// quantizer tune"] == ["a: b", "c: d"]
-    assert twice["// calibrate with"] == "--fast_finetune adaround"
-    assert with_tuning_comments(twice, [], None).keys() == once.keys()
-    plain = {key: item for key, item in twice.items() if not key.startswith("// ")}
-    assert json.dumps(plain) == json.dumps(value)
-    assert with_tuning_comments(value, [], None) == value
 
 
 def test_a_scale_per_channel_leaves_no_percentage_that_nothing_reads() -> None:

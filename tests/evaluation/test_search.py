@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -15,6 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.configs import document
 
+from quantizer.commands.searching import steps as table
 from quantizer.commands.searching.search import (
     KEPT,
     NOT_TRIED,
@@ -26,6 +28,9 @@ from quantizer.commands.searching.search import (
 )
 from quantizer.commands.searching.steps import STEPS
 from quantizer.commands.searching.trials import Change, Figures, Trial
+from quantizer.commands.searching.tuned_run import with_tuning_comments
+from quantizer.config.search_steps import ConfigChange, ConfigStep
+from quantizer.declarations import Plugin
 from quantizer.errors import DataError, UsageError
 from quantizer.graph.ir import Graph
 from quantizer.graph.tracing.trace import trace
@@ -238,3 +243,51 @@ def test_each_step_has_a_name_of_its_own_and_says_what_it_costs() -> None:
 def test_cheap_steps_come_first(order: tuple[str, str]) -> None:
     names = [row.name for row in STEPS]
     assert names.index(order[0]) < names.index(order[1])
+
+
+def test_plugins_add_steps_and_changes_and_without_them_there_are_none(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    weights = ConfigChange("weights alone", setting="include_cle", needs_activations=False)
+    both = ConfigChange("both", algorithm={"name": "gptq"})
+    few_bits = ConfigChange("few bits", setting="include_cle", most_bits=4)
+    tuned = ConfigChange("finetuned", fast_finetune="adaround")
+    found = {
+        "a": ConfigStep("late", "much", (weights, both)),
+        "b": ConfigStep("early", "little", (tuned, few_bits), place=1),
+        "c": ConfigStep("late", "more", (few_bits,)),
+    }
+    monkeypatch.setattr(table, "loaded", found.__getitem__)
+    rows = [Plugin(name, search=name) for name in found]
+    monkeypatch.setattr(table, "plugins", lambda: rows)
+    early, late = table.declared_steps()
+    assert [(early.name, early.cost), (late.name, late.cost)] == [
+        ("early", "little"),
+        ("late", "much"),
+    ]
+    search, _ = search_with([], {8: figures(0.5)})
+    assert [change.text for change in early.changes(search)] == ["finetuned"]
+    (change,) = late.changes(search)
+    before = Trial(search.best.document, "adaround")
+    assert (change.text, change.undoes, change.apply(before).fast_finetune) == (
+        "both",
+        "early",
+        None,
+    )
+    monkeypatch.setattr(table, "plugins", lambda: rows[2:])
+    (none,) = table.declared_steps()
+    with pytest.raises(UsageError, match="changes nothing"):
+        list(none.changes(search))
+
+
+def test_comments_say_what_was_changed_and_changes_nothing_else() -> None:
+    value = {"$schema": "x", "//": "mine", **document()}
+    once = with_tuning_comments(value, ["a: b"], None)
+    twice = with_tuning_comments(once, ["c: d"], "adaround")
+    assert list(once)[:3] == ["$schema", "//", "// quantizer tune"]
+    assert twice["// quantizer tune"] == ["a: b", "c: d"]
+    assert twice["// calibrate with"] == "--fast_finetune adaround"
+    assert with_tuning_comments(twice, [], None).keys() == once.keys()
+    plain = {key: item for key, item in twice.items() if not key.startswith("// ")}
+    assert json.dumps(plain) == json.dumps(value)
+    assert with_tuning_comments(value, [], None) == value

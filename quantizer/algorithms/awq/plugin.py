@@ -3,4 +3,5 @@
 from quantizer.declarations import ListedAlgorithm, Plugin
 
 _SETTINGS = "quantizer.algorithms.awq.settings:AWQConfig"
-PLUGIN = Plugin("awq", rank=22, algorithms={"awq": ListedAlgorithm(_SETTINGS)})
+_SEARCH = "quantizer.algorithms.awq.search:STEP"
+PLUGIN = Plugin("awq", rank=22, search=_SEARCH, algorithms={"awq": ListedAlgorithm(_SETTINGS)})

@@ -9,4 +9,5 @@ _STEP = CalibrationStep(
     setting="include_bias_corr",
     why_data="bias correction needs the outputs of the quantized network, whose scales change",
 )
-PLUGIN = Plugin("bias_correction", rank=30, steps=(_STEP,))
+_SEARCH = "quantizer.algorithms.bias_correction.search:STEP"
+PLUGIN = Plugin("bias_correction", rank=30, steps=(_STEP,), search=_SEARCH)

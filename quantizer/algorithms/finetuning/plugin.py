@@ -10,4 +10,11 @@ _STEP = CalibrationStep(
     why_data="fast finetuning needs the values that layers read, and statistics do not hold "
     "them",
 )
-PLUGIN = Plugin("finetuning", rank=29, steps=(_STEP,))
+_HELP = (
+    "Also learn how to round each weight, layer by layer (adaround, the default), or the "
+    "scales too (adaquant)."
+)
+_SEARCH = "quantizer.algorithms.finetuning.search:STEP"
+PLUGIN = Plugin(
+    "finetuning", rank=29, steps=(_STEP,), search=_SEARCH, options={"fast_finetune": _HELP}
+)

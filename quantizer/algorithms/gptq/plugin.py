@@ -3,9 +3,11 @@
 from quantizer.declarations import ListedAlgorithm, Plugin
 
 _SETTINGS = "quantizer.algorithms.gptq.settings"
+_SEARCH = "quantizer.algorithms.gptq.search:STEP"
 PLUGIN = Plugin(
     "gptq",
     rank=23,
+    search=_SEARCH,
     algorithms={
         "gptq": ListedAlgorithm(f"{_SETTINGS}:GPTQConfig"),
         "gptaq": ListedAlgorithm(f"{_SETTINGS}:GPTAQConfig"),

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
-from quantizer.config.algorithms import MAX_SEED, AlgorithmStage, PreQuantOptConfig, setting
+from quantizer.config.algorithms import MAX_SEED, PreQuantOptConfig, setting
 from quantizer.config.typed_fields import type_checked
 
 
@@ -16,7 +16,6 @@ class RotationConfig(PreQuantOptConfig):
     """
 
     run: ClassVar[str] = "quantizer.algorithms.rotation.rotation:rotation"
-    stage: ClassVar[AlgorithmStage] = "rescale"
     needs_data: ClassVar[bool] = False
 
     name: str = "rotation"

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
-from quantizer.config.algorithms import ONLINE, AlgorithmStage, PreQuantOptConfig, setting
+from quantizer.config.algorithms import ONLINE, PreQuantOptConfig, setting
 from quantizer.config.typed_fields import type_checked
 
 
@@ -15,7 +15,6 @@ class SmoothQuantConfig(PreQuantOptConfig):
     """
 
     run: ClassVar[str] = "quantizer.algorithms.smoothquant.smoothquant:smoothquant"
-    stage: ClassVar[AlgorithmStage] = "rescale"
     eases_activations: ClassVar[bool] = True
 
     name: str = "smoothquant"

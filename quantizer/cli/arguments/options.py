@@ -24,7 +24,10 @@ from quantizer.cli.arguments.places import (
 from quantizer.cli.terminal.screen import screen
 from quantizer.config.algorithms import MAX_SEED
 from quantizer.config.run_options import FINETUNE_MODES, LEVELS, SIZE_CHOICES
+from quantizer.config.wording import joined
+from quantizer.declarations import DataKind, Plugin
 from quantizer.export.targets import CHECKED_TARGETS, CHOICES, EXPORTERS
+from quantizer.plugins import plugins
 
 QUANT_MODES = ("float", "calib", "test")
 TARGET_OPTIONS = "target_options"
@@ -73,6 +76,23 @@ def option(
     )
 
 
+def _of_plugins(name: str, **settings: Any) -> Any:
+    """Return the field of an option that only plug-ins read, which `--help` leaves out without
+    them.
+    """
+    readers: list[DataKind | Plugin] = [*_KINDS, *plugins()]
+    helps = [reader.options[name] for reader in readers if name in reader.options]
+    return option("".join(helps[:1]), hidden=not helps, **settings)
+
+
+_KINDS = [kind for plugin in plugins() for kind in plugin.data]
+_FOLDERS = [kind.form for plugin in plugins() for kind in plugin.models]
+_FILES = [kind.name for kind in _KINDS if not kind.word and not kind.form]
+_WORDS = [kind.word for kind in _KINDS if kind.word]
+_DATA_FORMS = ("a factory", "a folder", "files", *_FILES, "random:NxCxHxW", *_WORDS)
+_PYTHON = ("file.py with model()", "file.py:factory", "package.module:factory")
+_WITH_CODE = ("a .pt2 file", *_FOLDERS)
+_SIZES = [f"; for {kind.name} {kind.batch_size}" for kind in _KINDS if kind.batch_size]
 _FILE = PathType()
 _OUTPUT = OutputFile()
 output_option = functools.partial(click.option, "--output", "-o", type=_OUTPUT, metavar="FILE")
@@ -116,8 +136,7 @@ class Options:
     )
     config_file: str | None = _file("The JSON config.", "--config", type=WrittenPath())
     model: str | None = _file(
-        "The model: file.py with model(), file.py:factory, package.module:factory, a Hugging "
-        "Face folder or a .pt2 file.",
+        f"The model: {joined([*_PYTHON, *_FOLDERS, 'a .pt2 file'], 'or')}.",
         group="Model",
         metavar="MODEL",
     )
@@ -126,7 +145,7 @@ class Options:
         group="Model",
     )
     trust: bool = option(
-        "Allow code of the model to run: a .pt2 file, or Python of a Hugging Face folder.",
+        f"Allow code of the model to run: {', or Python of '.join(_WITH_CODE)}.",
         default=False,
         group="Model",
     )
@@ -145,7 +164,7 @@ class Options:
         group="Model",
     )
     data: str | None = _file(
-        "Calibration data: a factory, a folder, files, texts, random:NxCxHxW or synthetic.  "
+        f"Calibration data: {joined(dict.fromkeys(_DATA_FORMS), 'or')}.  "
         "[default: calibration_data() in the model's file]",
         group="Data",
         metavar="DATA",
@@ -162,11 +181,7 @@ class Options:
         group="Data",
         metavar="FACTORY",
     )
-    preprocess: str | None = _file(
-        "How images are resized and normalized: JSON text or a file.",
-        group="Data",
-        metavar="JSON",
-    )
+    preprocess: str | None = _of_plugins("preprocess", group="Data", type=_FILE, metavar="JSON")
     max_unpacked: int | None = option(
         "Largest size to which a compressed file of data or weights may unpack, such as 8GB.  "
         "[default: 1GB]",
@@ -177,25 +192,18 @@ class Options:
     subset_len: int | None = _count("Use (or make) only N samples of the data.", group="Data")
     skip_len: int | None = _count("Test without the first N samples of the data.", group="Data")
     batch_size: int | None = _count(
-        "Samples per batch.  [default: 32; for texts 1]", group="Data"
+        f"Samples per batch.  [default: 32{''.join(_SIZES)}]", group="Data"
     )
-    tokenizer: str | None = _file(
-        "For texts: a tokenizer.json or its folder, if MODEL has none.",
-        group="Data",
-        metavar="PATH",
+    tokenizer: str | None = _of_plugins("tokenizer", group="Data", type=_FILE, metavar="PATH")
+    seq_len: int | None = _of_plugins(
+        "seq_len", group="Data", type=click.IntRange(2), metavar="N"
     )
-    seq_len: int | None = _count(
-        "For texts: tokens per sample.  [default: as calibrated, or 512]",
-        group="Data",
-        type=click.IntRange(2),
+    stride: int | None = _of_plugins(
+        "stride", group="Data", type=click.IntRange(1), metavar="N"
     )
-    stride: int | None = _count(
-        "For texts: tokens between the starts of samples.  [default: --seq_len]", group="Data"
-    )
-    shuffle: bool = option("For texts: shuffle them by --seed.", default=False, group="Data")
-    fast_finetune: str | None = option(
-        "Also learn how to round each weight, layer by layer (adaround, the default), or the "
-        "scales too (adaquant).",
+    shuffle: bool = _of_plugins("shuffle", default=False, group="Data")
+    fast_finetune: str | None = _of_plugins(
+        "fast_finetune",
         is_flag=False,
         flag_value=FINETUNE_MODES[0],
         type=click.Choice(FINETUNE_MODES),

@@ -1,30 +1,33 @@
-"""The table of the steps of `quantizer tune`, from cheap to dear. Each step proposes changes of
-a config. `Search` measures them, and keeps the best one if it gains something.
+"""The table of the steps of `quantizer tune`, of the core and of plug-ins, from cheap to dear.
+Each step proposes changes of a config. `Search` measures them, and keeps the best one if it
+gains something.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import islice
+from operator import attrgetter
 from typing import Any
 
 from quantizer.calibration.events import NO_FOLLOWER
 from quantizer.commands.searching.float_layers import FloatSearch, float_parts
-from quantizer.commands.searching.search import OutOfTimeError, Search, SearchStep
+from quantizer.commands.searching.search import NO_CHANGE, OutOfTimeError, Search, SearchStep
 from quantizer.commands.searching.trials import Change, Trial
+from quantizer.config.algorithms import ALGORITHMS
 from quantizer.config.forms.level_edits import (
     group_sizes,
     with_algorithm,
-    with_bias_correction,
     with_channels,
-    with_equalization,
     with_group_size,
     with_layer_entries,
     with_method,
+    with_setting,
 )
-from quantizer.config.json_types import JsonMapping, JsonObject
+from quantizer.config.json_types import JsonObject
 from quantizer.config.model import Role
 from quantizer.config.roles import base_role
+from quantizer.config.search_steps import ConfigChange, ConfigStep
 from quantizer.config.wording import counted, first_names
 from quantizer.errors import GateError, UsageError
 from quantizer.evaluation.ablation import ablate_calibrated
@@ -32,13 +35,11 @@ from quantizer.evaluation.analyze import NOISE_BATCHES, WatchedData, analyze_wei
 from quantizer.evaluation.width_choice import Budget, best_choice, chosen_specs
 from quantizer.graph.names import path_names
 from quantizer.numerics.codes import bits_of
+from quantizer.plugins import loaded, plugins
 
 _ACTIVATIONS: tuple[Role, ...] = ("input", "activation")
 _METHODS = ("auto", "percentile", "mse", "maxmin")
 _WEIGHTS: tuple[Role, ...] = ("weights",)
-_FINETUNING = "finetuning"
-_FEW_BITS = 4
-"""With weights of at most so many bits, scales are searched too."""
 _SMALLEST_GROUP = 32
 """The smallest groups that all engines for integers have."""
 _WIDE_BITS = 8
@@ -82,32 +83,67 @@ def _has_activations(search: Search) -> bool:
     return any(base_role(role) in _ACTIVATIONS for _, role in search.plan.tensors)
 
 
-def _smoothing(search: Search) -> Iterator[Change]:
-    """Yield SmoothQuant where activations are quantized, and AWQ where weights alone are."""
-    if not _has_activations(search):
-        awq: JsonObject = {"name": "awq", "online": False}
-        yield _change("AWQ", with_algorithm, entry=awq)
-        return
-    smoothquant: JsonObject = {"name": "smoothquant", "alpha": 0.5, "online": False}
-    yield _change("SmoothQuant, alpha 0.5", with_algorithm, entry=smoothquant)
-    searched = {**smoothquant, "alpha": "auto"}
-    yield _change("SmoothQuant, alpha auto", with_algorithm, entry=searched)
+def declared_steps() -> Iterator[SearchStep]:
+    """Yield the steps of plug-ins, from cheap to dear."""
+    declared: list[ConfigStep] = [loaded(row.search) for row in plugins() if row.search]
+    by_name: dict[str, list[ConfigStep]] = {}
+    for step in sorted(declared, key=attrgetter("place")):
+        by_name.setdefault(step.name, []).append(step)
+    finetuning = next(filter(_finetunes, declared), None)
+    undone = finetuning.name if finetuning is not None else ""
+    for name, steps in by_name.items():
+        yield SearchStep(name, steps[0].cost, partial(_declared_changes, steps, undone))
 
 
-def _rounding(search: Search) -> Iterator[Change]:
-    """Yield the algorithms that round weights one column after another."""
-    for name in ("gptq", "qronos"):
-        yield Change(name, partial(_rounded_by, {"name": name}), undoes=_FINETUNING)
-    if _least_bits(search) <= _FEW_BITS:
-        entry: JsonObject = {"name": "qronos", "scale_search": True, "sweeps": 4}
-        text = "qronos with searched scales"
-        yield Change(text, partial(_rounded_by, entry), undoes=_FINETUNING)
+def _finetunes(step: ConfigStep) -> bool:
+    """Return whether a step finetunes weights."""
+    return any(change.fast_finetune for change in step.changes)
 
 
-def _rounded_by(entry: JsonMapping, trial: Trial) -> Trial:
-    """Return the trial with an algorithm that rounds weights."""
-    # Finetuning rounds weights too, so this trial has none
-    return Trial(with_algorithm(trial.document, entry))
+def _declared_changes(
+    steps: Sequence[ConfigStep], finetuning: str, search: Search
+) -> Iterator[Change]:
+    """Yield the changes of a step of plug-ins that are for the best config so far.
+
+    Args:
+        steps: as plug-ins declare it.
+        finetuning: the name of the step that finetunes, which rounding undoes.
+        search: with the best config.
+
+    Raises:
+        UsageError: there are none.
+    """
+    has_activations = _has_activations(search)
+    least_bits = _least_bits(search)
+    is_any = False
+    for step in steps:
+        for change in step.changes:
+            is_for_inputs = change.needs_activations in (None, has_activations)
+            if is_for_inputs and least_bits <= change.most_bits:
+                is_any = True
+                apply = partial(_changed, change, step.name)
+                undone = finetuning if _rounds(change) else ""
+                yield Change(change.text, apply, undoes=undone)
+    if not is_any:
+        raise UsageError(NO_CHANGE)
+
+
+def _changed(change: ConfigChange, named: str, trial: Trial) -> Trial:
+    """Return the trial with a change of a plug-in, whose step has a name."""
+    document = trial.document
+    if change.setting:
+        document = with_setting(document, change.setting, named)
+    if change.algorithm:
+        document = with_algorithm(document, change.algorithm)
+    # Finetuning rounds weights too, so a trial with an algorithm that does has none
+    mode = None if _rounds(change) else change.fast_finetune or trial.fast_finetune
+    return Trial(document, mode)
+
+
+def _rounds(change: ConfigChange) -> bool:
+    """Return whether a change adds an algorithm that rounds weights."""
+    name: str = change.algorithm.get("name", "")
+    return name in ALGORITHMS and ALGORITHMS[name].stage == "round"
 
 
 def _least_bits(search: Search, *, integers_only: bool = False) -> int:
@@ -210,30 +246,11 @@ STEPS: tuple[SearchStep, ...] = (
         "a calibration, and a scale per channel in the file",
         _always(_change("weights: a scale per output channel", with_channels)),
     ),
-    SearchStep(
-        "bias correction",
-        "a second pass over the data",
-        _always(_change("biases corrected", with_bias_correction)),
-    ),
-    SearchStep(
-        "equalization",
-        "a calibration; nothing at run time",
-        _always(_change("neighbouring layers equalized", with_equalization)),
-    ),
-    SearchStep("smoothing", "a pass over the data, with alpha auto several", _smoothing),
-    SearchStep(
-        _FINETUNING,
-        "two networks in step, and a solution per layer",
-        _always(
-            Change("--fast_finetune adaround", partial(replace, fast_finetune="adaround")),
-            Change("--fast_finetune adaquant", partial(replace, fast_finetune="adaquant")),
-        ),
-    ),
-    SearchStep("rounding", "a Hessian for each layer, column after column", _rounding),
+    *declared_steps(),
     SearchStep("smaller groups", "more scales in the file", _smaller_groups),
     SearchStep(
         "wider weights", "a measurement of each weight, and a larger file", _wider_weights
     ),
     SearchStep("float layers", "many tests, and slower layers at run time", _layers_in_float),
 )
-"""Adding a step is one row."""
+"""Adding a step is one row, here or in `search` of a plug-in."""

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +25,7 @@ from quantizer.commands.searching.divided_data import DividedData
 from quantizer.commands.searching.search import KEPT, NOT_TRIED, START, Row, Search
 from quantizer.commands.searching.steps import STEPS
 from quantizer.commands.searching.trials import Figures, SearchContext, Subject, Trial, plan_of
-from quantizer.config.forms.level_edits import with_tuning_comments
-from quantizer.config.json_types import JsonObject
+from quantizer.config.json_types import JsonMapping, JsonObject
 from quantizer.errors import UsageError
 from quantizer.plan.model import Plan
 from quantizer.report.tables import finite_row, number_text
@@ -38,8 +38,10 @@ from quantizer.torch_state import seed_everything
 
 TUNED_CONFIG = "tuned_config.json"
 """The name of the written config if the search started from a file of the user."""
-
-
+_CHANGES_KEY = "// quantizer tune"
+_OPTION_KEY = "// calibrate with"
+_AFTER = ("$schema", "//")
+"""The keys that stay before the comments."""
 _MAX_REASON = 150
 """Characters of a reason; tune.json has all of it."""
 
@@ -221,6 +223,25 @@ def _write_config(path: Path, read: session.ReadConfig, search: Search) -> None:
         replace_file(path, text.encode(read.encoding))
     except OSError as error:
         raise cannot_use(path.parent, error) from None
+
+
+def with_tuning_comments(
+    document: JsonMapping, changes: Sequence[str], fast_finetune: str | None
+) -> JsonObject:
+    """Return the document with the changes as a comment, and with the option that calibration
+    needs besides the config, if any.
+
+    Changes of an earlier search stay in the list.
+    """
+    earlier = document.get(_CHANGES_KEY) or []
+    comments: JsonObject = {}
+    if earlier or changes:
+        comments[_CHANGES_KEY] = [*earlier, *changes]
+    if fast_finetune is not None:
+        comments[_OPTION_KEY] = f"--fast_finetune {fast_finetune}"
+    rest = {key: document[key] for key in document if key not in (_CHANGES_KEY, _OPTION_KEY)}
+    before = takewhile(lambda key: key in _AFTER, rest)
+    return {**{key: rest[key] for key in before}, **comments, **rest}
 
 
 def search_table(search: Search, metrics: Sequence[str]) -> Listing:

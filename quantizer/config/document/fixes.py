@@ -9,11 +9,11 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-from quantizer.config.algorithms import ALGORITHMS, entry_kinds
+from quantizer.config.algorithms import ALGORITHMS, entry_kinds, finds_codes
 from quantizer.config.diagnostics import Diagnostic, Edit, Fix, Place
 from quantizer.config.document.document import Document, Text, value_at
 from quantizer.config.document.edited import insertion
-from quantizer.config.forms.form import block_of, form_of
+from quantizer.config.forms.form import ALGORITHM_LISTS, block_of, form_of
 from quantizer.config.json_types import JsonMapping, JsonObject, JsonPath
 from quantizer.config.model import CAST_ONLY, ROLES, Role
 from quantizer.config.resources import load_resource
@@ -32,13 +32,6 @@ HELP_FOR_MISSING = (
 
 _OVERALL = "overall_quantize_config"
 _TENSOR = "tensor_quantize_config"
-
-_ALGORITHMS = {
-    "algo_config": "awq",
-    "pre_quant_opt_config": "smoothquant",
-    "algorithms": "gptq",
-}
-"""The keys that list algorithms, and the name to offer first where an entry has none."""
 
 _DEFAULTS_TURN = 1
 _ENTRIES_TURN = 2
@@ -276,6 +269,14 @@ def _object(value: Any) -> JsonObject:
     return value if isinstance(value, dict) else {}
 
 
+def _is_usual_in(listing: str, name: str) -> bool:
+    """Return whether to offer an algorithm before others for this list of algorithms."""
+    kind = ALGORITHMS[name]
+    if listing in ALGORITHM_LISTS:
+        return ALGORITHM_LISTS[int(finds_codes(kind))] == listing
+    return kind.stage == "round"
+
+
 def _examples(
     value: JsonMapping, path: JsonPath, key: str
 ) -> Iterator[tuple[JsonObject, bool]]:
@@ -283,8 +284,7 @@ def _examples(
     known to be meant, as all wider levels state it.
     """
     if key == "name":
-        first = _ALGORITHMS[str(path[0])]
-        for name in sorted(ALGORITHMS, key=lambda name: name != first):
+        for name in sorted(ALGORITHMS, key=lambda name: not _is_usual_in(str(path[0]), name)):
             yield {key: name}, False
     elif key == "dtype":
         wider = _wider_dtypes(value, path)

@@ -4,11 +4,10 @@ or entries of single layers, and list the changes in it. Documents have the word
 """
 
 import copy
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from itertools import takewhile
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
-from quantizer.config.algorithms import ALGORITHMS, finds_codes
+from quantizer.config.algorithms import SWITCHES, entry_kinds, finds_codes
 from quantizer.config.forms.form import ALGORITHM_LISTS, form_of
 from quantizer.config.forms.hierarchical_spec import OBSERVER_METHODS, usual_symmetric_scale
 from quantizer.config.forms.layered import FIELDS, OPTIONAL
@@ -20,12 +19,7 @@ from quantizer.errors import UsageError
 from quantizer.tables import RANGE_METHODS
 
 _WEIGHTS: tuple[Role, ...] = ("weights",)
-_EQUALIZATION = "cle"
 _PER_CHANNEL_OBSERVER = "PerChannelMinMaxObserver"
-_CHANGES_KEY = "// quantizer tune"
-_OPTION_KEY = "// calibrate with"
-_AFTER = ("$schema", "//")
-"""The keys that stay before the comments."""
 
 
 _LayerSpecs = Mapping[Role, QuantizationSpec]
@@ -109,73 +103,52 @@ def _group_size(spec: JsonMapping) -> int:
     return max(0, size)
 
 
-def with_bias_correction(document: JsonMapping) -> JsonObject:
-    """Return the document with corrected biases.
+def with_setting(document: JsonMapping, setting: str, named: str) -> JsonObject:
+    """Return the document with a global setting turned on.
+
+    Args:
+        document: the content of a config file.
+        setting: of the layered form.
+        named: what it turns on, for the error.
 
     Raises:
         UsageError: the form has no word for it.
     """
     if form_of(document) == "hierarchical":
-        raise UsageError("the hierarchical form has no bias correction")
-    return {**copy.deepcopy(dict(document)), "include_bias_corr": True}
-
-
-def with_equalization(document: JsonMapping) -> JsonObject:
-    """Return the document with cross-layer equalization."""
-    changed = copy.deepcopy(dict(document))
-    if form_of(changed) == "layered":
-        return {**changed, "include_cle": True}
-    key = ALGORITHM_LISTS[0]
-    entries = _entries(changed, key)
-    names = [entry.get("name") for entry in entries]
-    if _EQUALIZATION not in names:
-        _set_entries(changed, key, [{"name": _EQUALIZATION}, *entries])
-    return changed
+        raise UsageError(f"the hierarchical form has no {named}")
+    return {**copy.deepcopy(dict(document)), setting: True}
 
 
 def with_algorithm(document: JsonMapping, entry: JsonMapping) -> JsonObject:
     """Return the document with an algorithm, which replaces one of its kind.
 
-    An algorithm that rounds weights replaces any other that does, and comes last.
+    An algorithm that rounds weights replaces any other that does, and comes last. The layered
+    form has a setting for one that is a pass.
 
     Args:
         document: the content of a config file.
         entry: the algorithm in the form of the file.
     """
     changed = copy.deepcopy(dict(document))
-    kind = ALGORITHMS[entry["name"]]
+    name = entry["name"]
+    form = form_of(changed)
+    if form == "layered" and name in SWITCHES:
+        return {**changed, SWITCHES[name]: True}
+    kinds = entry_kinds(form)
+    kind = kinds[name]
     key = "algorithms"
-    if form_of(changed) == "hierarchical":
+    if form == "hierarchical":
         key = ALGORITHM_LISTS[int(finds_codes(kind))]
     rounds = kind.stage == "round"
     remaining = []
     for other in _entries(changed, key):
-        other_kind = ALGORITHMS.get(other.get("name", ""))
+        other_kind = kinds.get(other.get("name", ""))
         both_round = rounds and other_kind is not None and other_kind.stage == "round"
         if other_kind is not kind and not both_round:
             remaining.append(other)
     remaining.insert(len(remaining) if rounds else 0, copy.deepcopy(dict(entry)))
     _set_entries(changed, key, remaining)
     return changed
-
-
-def with_tuning_comments(
-    document: JsonMapping, changes: Sequence[str], fast_finetune: str | None
-) -> JsonObject:
-    """Return the document with the changes as a comment, and with the option that calibration
-    needs besides the config, if any.
-
-    Changes of an earlier search stay in the list.
-    """
-    earlier = document.get(_CHANGES_KEY) or []
-    comments: JsonObject = {}
-    if earlier or changes:
-        comments[_CHANGES_KEY] = [*earlier, *changes]
-    if fast_finetune is not None:
-        comments[_OPTION_KEY] = f"--fast_finetune {fast_finetune}"
-    rest = {key: document[key] for key in document if key not in (_CHANGES_KEY, _OPTION_KEY)}
-    before = takewhile(lambda key: key in _AFTER, rest)
-    return {**{key: rest[key] for key in before}, **comments, **rest}
 
 
 def _entries(document: JsonMapping, key: str) -> list[JsonObject]:

@@ -7,7 +7,7 @@ No algorithm is known here by name: what there is to check of one is in its sett
 from collections.abc import Sequence
 from typing import Any
 
-from quantizer.config.algorithms import Algorithm, finds_codes, settings_of
+from quantizer.config.algorithms import Algorithm, finds_codes, named_algorithms, settings_of
 from quantizer.config.diagnostics import Diagnostic, Diagnostics, Sourced, related_to
 from quantizer.config.model import Fields, QuantizationSpec, ResolvedConfig, Role
 from quantizer.config.wording import listed, quoted
@@ -203,13 +203,17 @@ def _for_nothing(algorithm: Algorithm, config: ResolvedConfig) -> Diagnostics:
         return
     if _quantizes(config, "input") or _quantizes(config, "activation"):
         return
+    remedy = "remove it, or quantize activations"
+    others = named_algorithms(lambda kind: kind.stage == "rescale" and finds_codes(kind))
+    if others:
+        remedy += f"; {others} scales channels for the sake of weights"
     yield Diagnostic(
         "QZ334",
         f"{algorithm.name} makes activations easier to quantize and weights harder, and no "
         "activations are quantized: it costs a pass over the data and cannot help",
         algorithm.place,
         "warning",
-        help="remove it, or quantize activations; awq scales channels for the sake of weights",
+        help=remedy,
     )
 
 

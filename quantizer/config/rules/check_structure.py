@@ -25,6 +25,7 @@ from quantizer.config.forms.form import (
     remedy,
     shipped_algorithms,
 )
+from quantizer.config.json_types import JsonMapping
 
 if TYPE_CHECKING:
     from jsonschema.exceptions import ValidationError
@@ -63,17 +64,24 @@ def _validator(form: Form, algorithms: tuple[str, ...]) -> Validator:
     from jsonschema.validators import extend
 
     validator: type[Validator] = extend(Draft7Validator, {"uniqueItems": _unique_items})  # type: ignore[no-untyped-call]
+    # The conflict rules
+    others = {key: part for key, part in form_schema(form).items() if key != "allOf"}
+    return validator(others)
+
+
+def form_schema(form: Form) -> JsonMapping:
+    """Return the schema of a form with every algorithm in it, also those whose plug-ins are not
+    there; shared, so never to be changed.
+    """
     schema = block_of(form)
     shipped = shipped_algorithms(form)
-    added = [name for name in algorithms if name not in shipped]
-    if added:
-        # The schema has the algorithms of quantizer's own plug-ins
-        from quantizer.config.algorithm_schema import form_schema
+    added = [name for name in entry_kinds(form) if name not in shipped]
+    if not added:
+        return schema
+    # Only algorithms of other packages need it
+    from quantizer.config.algorithm_schema import schema_with
 
-        schema = form_schema(form, (*shipped, *added), added)
-    # The conflict rules
-    others = {key: part for key, part in schema.items() if key != "allOf"}
-    return validator(others)
+    return schema_with(form, (*shipped, *added), added)
 
 
 def _unique_items(

@@ -76,14 +76,6 @@ _SYNONYMS = {
 }
 """Words of other tools, without case and punctuation, for options of keys."""
 
-_SWITCHES = {
-    "equalization": "include_cle",
-    "cle": "include_cle",
-    "bias_correction": "include_bias_corr",
-}
-"""What other tools list among their algorithms."""
-
-
 _CODES = {"enum": "QZ101", "type": "QZ103"}
 """The codes of keywords; the other keywords have QZ104."""
 
@@ -123,8 +115,17 @@ def help_for_value(key: str, value: Any, form: Form) -> str:
 
 
 def _switch(key: str, value: Any) -> str | None:
-    """Return our switch, if an algorithm's name is a word of other tools for one."""
-    return _SWITCHES.get(value) if key == "name" and isinstance(value, str) else None
+    """Return our switch, if an algorithm's name is a word of other tools for one: that of a
+    pass, or what the schema calls the plug-in of the switch.
+    """
+    if key != "name" or not isinstance(value, str):
+        return None
+    switches = {
+        entry["plugin"]: name
+        for name, entry in block_of("layered")["properties"].items()
+        if "plugin" in entry
+    }
+    return (SWITCHES | switches).get(value)
 
 
 def value_fixes(document: Document, path: JsonPath, schema: JsonMapping) -> Iterator[Fix]:

@@ -19,6 +19,7 @@ from torch.utils import _pytree as pytree
 
 from quantizer.errors import ModelError, first_line
 from quantizer.export.deployment import Deployment
+from quantizer.export.targets import EXPORTERS
 from quantizer.graph.ir import Call, Graph
 from quantizer.graph.tracing.batch_axes import axes_of_graph, has_open_batch, with_samples
 from quantizer.graph.tracing.lengths import Length, excludes_single_batches
@@ -178,9 +179,10 @@ def _with_open_sizes(
 
 
 def _torch_error(what: str, error: Exception) -> ModelError:
+    targets = [name for name, row in EXPORTERS.items() if row.offered_for == "weights"]
     return ModelError(
         f"{what}: {type(error).__name__}: {first_line(error)}",
-        help="the safetensors target needs no torch.export",
+        help=[f"the {name} target needs no torch.export" for name in targets],
     )
 
 

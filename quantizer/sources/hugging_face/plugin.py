@@ -23,6 +23,7 @@ PLUGIN = Plugin(
             "a Hugging Face folder",
             "quantizer.sources.hugging_face.loader:load_model",
             _is_named_by,
+            defers_weights=True,
         ),
     ),
     packages={"llm": ("transformers",)},

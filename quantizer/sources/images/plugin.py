@@ -14,7 +14,9 @@ PLUGIN = Plugin(
             "quantizer.sources.images.images:open_images",
             SUFFIXES,
             form="a folder of images",
-            options=("preprocess",),
+            options={
+                "preprocess": "How images are resized and normalized: JSON text or a file."
+            },
             refusal=("the data is not images", "leave out the option"),
             has_class_folders=True,
         ),

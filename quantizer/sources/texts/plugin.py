@@ -2,6 +2,9 @@
 
 from quantizer.declarations import DataKind, Plugin
 
+BATCH_SIZE = 1
+"""By default: a window has hundreds of tokens, and each of them a row of logits."""
+
 PLUGIN = Plugin(
     "texts",
     rank=20,
@@ -11,7 +14,15 @@ PLUGIN = Plugin(
             "text",
             "quantizer.sources.texts.text:open_texts",
             (".txt", ".jsonl"),
-            options=("tokenizer", "stride", "seq_len", "shuffle"),
+            options={
+                "tokenizer": "For texts: a tokenizer.json or its folder, if MODEL has none.",
+                "seq_len": "For texts: tokens per sample.  [default: as calibrated, or 512]",
+                "stride": (
+                    "For texts: tokens between the starts of samples.  [default: --seq_len]"
+                ),
+                "shuffle": "For texts: shuffle them by --seed.",
+            },
+            batch_size=BATCH_SIZE,
             refusal=("the data is not text", "give <--data FILE.txt>, or leave out the option"),
         ),
     ),

@@ -20,14 +20,13 @@ from quantizer.sources.batches import UNSCORED, Batch
 from quantizer.sources.data import Batches
 from quantizer.sources.kinds import NamedData
 from quantizer.sources.texts.documents import Document, read_documents
+from quantizer.sources.texts.plugin import BATCH_SIZE
 from quantizer.sources.texts.tokenizer import TextTokenizer, has_tokenizer, load_tokenizer
 
 _logger = logging.getLogger(__name__)
 
 _INPUT = "input_ids"
 _BETWEEN_TEXTS = "\n\n"
-_BATCH_SIZE = 1
-"""By default: a window has hundreds of tokens, and each of them a row of logits."""
 
 
 def open_texts(data: NamedData) -> Batches:
@@ -48,7 +47,7 @@ def open_texts(data: NamedData) -> Batches:
         shuffle_seed=data.seed if options.get("shuffle") else None,
         trust=trust,
     )
-    return Batches(partial(text.batches, data.batch_size or _BATCH_SIZE), data.spec)
+    return Batches(partial(text.batches, data.batch_size or BATCH_SIZE), data.spec)
 
 
 def _tokenizer_of(data: NamedData, trust: bool) -> Callable[[], TextTokenizer] | None:
