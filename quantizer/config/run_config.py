@@ -2,16 +2,19 @@
 
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from quantizer.config.diagnostics import ConfigError
-from quantizer.config.document.document import Text
+from quantizer.config.document.document import Text, pointer_to
 from quantizer.config.document.read import parse_document, read_text
-from quantizer.config.forms.resolved import compare_configs
+from quantizer.config.forms.resolved import resolved_document
+from quantizer.config.json_types import JsonPath
 from quantizer.config.load import load_text
+from quantizer.config.model import ResolvedConfig
 from quantizer.config.wording import first_names
 from quantizer.errors import QuantizerError, UsageError
 from quantizer.storage.files import cannot_use
@@ -169,3 +172,41 @@ def _differences(source: Text, new: str) -> str:
     for key, (old, new_value) in compare_configs(before, after).items():
         values.append(f"{key} is {json.dumps(old)} instead of {json.dumps(new_value)}")
     return f": {first_names(values, _MAX_DIFFERENCES)}" if values else ""
+
+
+_SELECTOR_KEYS = ("layer_name", "layer_type")
+"""The keys that identify an entry of a list: entries are compared by them, not by place."""
+
+
+def compare_configs(
+    first: ResolvedConfig, second: ResolvedConfig
+) -> dict[str, tuple[Any, Any]]:
+    """Return the values that differ once both files are complete, by JSON pointer; a
+    missing value is None.
+
+    Raises:
+        ValueError: the configs are of different forms.
+    """
+    if first.form != second.form:
+        raise ValueError(
+            f"one is of the {first.form} form, the other of the {second.form} form"
+        )
+    before = dict(_leaves(resolved_document(first)))
+    after = dict(_leaves(resolved_document(second)))
+    both = {pointer: (before.get(pointer), after.get(pointer)) for pointer in before | after}
+    return {pointer: values for pointer, values in both.items() if values[0] != values[1]}
+
+
+def _leaves(value: Any, path: JsonPath = ()) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, Mapping) and value:
+        for key, item in value.items():
+            yield from _leaves(item, (*path, key))
+    elif isinstance(value, list) and any(isinstance(item, Mapping) for item in value):
+        for index, item in enumerate(value):
+            names = (
+                [item.get(key) for key in _SELECTOR_KEYS] if isinstance(item, Mapping) else []
+            )
+            name = next(filter(None, names), index)
+            yield from _leaves(item, (*path, name))
+    else:
+        yield pointer_to(*path), value

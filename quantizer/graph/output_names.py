@@ -4,18 +4,11 @@ make them.
 
 import dataclasses
 import numbers
-from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from enum import Enum
 from typing import Any
 
-from quantizer.graph.ir import Graph, Node, Ref
-from quantizer.graph.names import last_part
-
-_CONSTANT = "constant"
-"""The name of a part that is filled in."""
-OTHERS = "others"
-"""The name of the parts of an output beyond those that have names."""
+from quantizer.graph.ir import Graph, Ref
 
 
 def leaf_names(value: Any, prefix: str = "") -> tuple[str, ...]:
@@ -81,55 +74,6 @@ def _key_name(key: Any) -> str:
     if key is None or isinstance(key, (str, numbers.Number, Enum)):
         return str(key)
     return type(key).__name__
-
-
-def short_names(node: Node) -> list[str]:
-    """Return what a part may be called that a node makes, the shortest name first.
-
-    >>> node = Node("Net::Net/conv2d.1", "conv2d", "aten.conv2d.default", scope="head.boxes.0")
-    >>> short_names(node)
-    ['boxes', 'boxes.0', 'head.boxes.0', 'head.boxes.0.conv2d']
-    """
-    operator = last_part(node.name).partition(".")[0]
-    is_tensor = not node.inputs and "weight" in node.params
-    path = node.params["weight"] if is_tensor else node.scope
-    if not path:
-        return [operator]
-    words = path.split(".")
-    start = len(words) - 1
-    while start and words[start].isdecimal():
-        start -= 1
-    names = [words[start], ".".join(words[start:]), path]
-    if not is_tensor:
-        names.append(f"{path}.{operator}")
-    return list(dict.fromkeys(names))
-
-
-def unique_names(makers: Sequence[Node | None]) -> list[str]:
-    """Return a name for each part of an output: the shortest that distinguishes its maker from
-    the others.
-
-    Parts of one maker, or of several calls of one, have the same name.
-
-    Args:
-        makers: what makes each part, None for what is filled in.
-    """
-    choices: list[tuple[str, ...]] = []
-    for maker in makers:
-        names_of_maker = [_CONSTANT] if maker is None else short_names(maker)
-        choices.append(tuple(names_of_maker))
-    levels = dict.fromkeys(choices, 0)
-    while True:
-        names = {choice: choice[level] for choice, level in levels.items()}
-        counts = Counter(names.values())
-        longer: list[tuple[str, ...]] = []
-        for choice, name in names.items():
-            if counts[name] > 1 and levels[choice] + 1 < len(choice):
-                longer.append(choice)
-        if not longer:
-            return [names[choice] for choice in choices]
-        for choice in longer:
-            levels[choice] += 1
 
 
 def unused_names(names: Sequence[str], taken: Collection[str]) -> list[str]:

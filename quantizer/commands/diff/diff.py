@@ -11,8 +11,8 @@ from quantizer.cli.arguments.grouped_command import command, refuse_typed
 from quantizer.cli.arguments.options import LOOK, TABLE, Options, option, takes
 from quantizer.cli.arguments.places import PathType
 from quantizer.cli.terminal.render import say, say_note
-from quantizer.config.forms.resolved import compare_configs
 from quantizer.config.load import load_config
+from quantizer.config.run_config import compare_configs
 from quantizer.config.wording import quoted
 from quantizer.errors import GateError, UsageError
 from quantizer.printable import json_text

@@ -2,13 +2,12 @@
 without comments. Complete documents are compared value by value.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from quantizer.config.algorithms import SWITCHES, algorithm_entry, entry_kinds
-from quantizer.config.document.document import pointer_to
 from quantizer.config.forms.form import ALGORITHM_LISTS, CACHE_BLOCK, SPEC_KEYS
-from quantizer.config.json_types import JsonMapping, JsonObject, JsonPath
+from quantizer.config.json_types import JsonMapping, JsonObject
 from quantizer.config.model import CAST_ONLY, ResolvedConfig, Settings
 from quantizer.config.roles import ROLE_OF
 
@@ -22,10 +21,6 @@ _DEFAULTS: JsonMapping = {
 """The optional keys of the hierarchical form, and their defaults."""
 
 _SPEC_DEFAULTS = {"is_dynamic": False, "round_method": "half_even", "scale_type": "float"}
-
-
-_SELECTOR_KEYS = ("layer_name", "layer_type")
-"""The keys that identify an entry of a list: entries are compared by them, not by place."""
 
 
 def resolved_document(config: ResolvedConfig) -> JsonObject:
@@ -125,37 +120,3 @@ def _without_comments(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [_without_comments(item) for item in value]
     return value
-
-
-def compare_configs(
-    first: ResolvedConfig, second: ResolvedConfig
-) -> dict[str, tuple[Any, Any]]:
-    """Return the values that differ once both files are complete, by JSON pointer; a
-    missing value is None.
-
-    Raises:
-        ValueError: the configs are of different forms.
-    """
-    if first.form != second.form:
-        raise ValueError(
-            f"one is of the {first.form} form, the other of the {second.form} form"
-        )
-    before = dict(_leaves(resolved_document(first)))
-    after = dict(_leaves(resolved_document(second)))
-    both = {pointer: (before.get(pointer), after.get(pointer)) for pointer in before | after}
-    return {pointer: values for pointer, values in both.items() if values[0] != values[1]}
-
-
-def _leaves(value: Any, path: JsonPath = ()) -> Iterator[tuple[str, Any]]:
-    if isinstance(value, Mapping) and value:
-        for key, item in value.items():
-            yield from _leaves(item, (*path, key))
-    elif isinstance(value, list) and any(isinstance(item, Mapping) for item in value):
-        for index, item in enumerate(value):
-            names = (
-                [item.get(key) for key in _SELECTOR_KEYS] if isinstance(item, Mapping) else []
-            )
-            name = next(filter(None, names), index)
-            yield from _leaves(item, (*path, name))
-    else:
-        yield pointer_to(*path), value
