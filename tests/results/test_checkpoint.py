@@ -16,7 +16,7 @@ from torch import Tensor
 from quantizer.calibration.events import ForkedEvents, RunStage, Snapshot
 from quantizer.calibration.snapshots import snapshot_of, value_of
 from quantizer.errors import DataError, ResultError
-from quantizer.results import checkpoint
+from quantizer.results import checkpoint_file
 from quantizer.results.checkpoint import Checkpoints
 from quantizer.results.checkpoint_file import Checkpoint
 from quantizer.storage.deferred_tensor import DeferredTensor, move_to_disk
@@ -71,9 +71,9 @@ def test_what_was_saved_comes_back_and_unused_files_go(tmp_path: Path) -> None:
 
 def test_a_tensor_is_written_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     written: list[set[str]] = []
-    original = checkpoint.write_tensors
+    original = checkpoint_file.write_tensors
     monkeypatch.setattr(
-        checkpoint,
+        checkpoint_file,
         "write_tensors",
         lambda path, tensors: written.append(set(tensors)) or original(path, tensors),
     )
