@@ -19,8 +19,7 @@ from quantizer.api.calibrate import (
 )
 from quantizer.api.comparison import Comparison
 from quantizer.api.config import AnyConfig, path_of, read_config
-from quantizer.api.notebook import follower
-from quantizer.api.python_words import called_from_python, in_python
+from quantizer.api.display import called_from_python, follower, in_python
 from quantizer.api.result import Quantized, Result, require_real, result_for_file, verified_file
 from quantizer.calibration.events import Events
 from quantizer.calibration.held_back import MIN_SAMPLES, may_need_data, samples_to_calibrate

@@ -18,9 +18,14 @@ from torch import Tensor, nn
 from quantizer.algorithms.gptq.experts import round_experts
 from quantizer.algorithms.gptq.guidance import TokenWeights, token_weights, unguided_remarks
 from quantizer.algorithms.gptq.layers import RoundedLayers, round_layers
-from quantizer.algorithms.gptq.member import Member
 from quantizer.algorithms.gptq.settings import GPTAQConfig, GPTQConfig, QronosConfig
-from quantizer.algorithms.gptq.target import GptaqTarget, GptqTarget, Products, QronosTarget
+from quantizer.algorithms.gptq.target import (
+    GptaqTarget,
+    GptqTarget,
+    Member,
+    Products,
+    QronosTarget,
+)
 from quantizer.distributed import Ranks
 from quantizer.graph.ir import Graph
 from quantizer.graph.structure.definitions import InputGroup

@@ -16,8 +16,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from quantizer.algorithms.gptq.member import Member
 from quantizer.algorithms.gptq.rows import ColumnScales
+from quantizer.algorithms.gptq.target import Member
 from quantizer.layerwise.clip_search import has_row_scales
 from quantizer.numerics.qparams import QParams
 

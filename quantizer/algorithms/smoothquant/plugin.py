@@ -6,6 +6,6 @@ _SETTINGS = "quantizer.algorithms.smoothquant.settings:SmoothQuantConfig"
 PLUGIN = Plugin(
     "smoothquant",
     rank=20,
-    parts={FIT_INPUTS: "quantizer.algorithms.smoothquant.fitting:smooth_normalized_inputs"},
+    parts={FIT_INPUTS: "quantizer.algorithms.smoothquant.smoothquant:smooth_normalized_inputs"},
     algorithms={"smoothquant": ListedAlgorithm(_SETTINGS, aliases=("smooth",))},
 )

@@ -3,10 +3,10 @@
 from quantizer.declarations import Command, Plugin
 
 _DEMO = Command(
-    "quantizer.commands.start.demo:demo",
+    "quantizer.commands.start.start:demo",
     "Write a small trained example to try the commands on.",
     1,
 )
-_INIT = Command("quantizer.commands.start.init:init", "Write a config to start from.", 3)
+_INIT = Command("quantizer.commands.start.start:init", "Write a config to start from.", 3)
 
 PLUGIN = Plugin("start", commands={"demo": _DEMO, "init": _INIT})

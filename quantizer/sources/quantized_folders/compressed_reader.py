@@ -19,29 +19,27 @@ from quantizer.config.wording import quoted
 from quantizer.errors import ModelError
 from quantizer.numerics.granularity import BlockSize, block_counts
 from quantizer.sources.files.json_files import FLOAT_FOLDER_HELP
-from quantizer.sources.quantized_folders.float_readers import (
+from quantizer.sources.quantized_folders.layer_readers import (
     BLOCK_SCALE_DTYPES,
     read_block_size,
     row_blocks,
     scale_shape_of,
     spread_blocks,
 )
-from quantizer.sources.quantized_folders.grouped_codes import (
-    GroupedCodes,
-    column_groups,
-    float_scales,
-    unpack_fp4,
-    unpack_words,
-    words_of,
-)
 from quantizer.sources.quantized_folders.stored_layer import (
     FLOAT8_DTYPES,
     INTEGERS,
     SCALE_DTYPES,
     DequantizedLayer,
+    GroupedCodes,
     MethodSettings,
     StoredLayer,
+    column_groups,
+    float_scales,
     listed_groups,
+    unpack_fp4,
+    unpack_words,
+    words_of,
 )
 from quantizer.storage.deferred_tensor import DeferredTensor
 
