@@ -1,4 +1,4 @@
-"""What the commands for a first config add."""
+"""What the commands for a first config add, and the one that converts a config."""
 
 from quantizer.declarations import Command, Plugin
 
@@ -8,5 +8,10 @@ _DEMO = Command(
     1,
 )
 _INIT = Command("quantizer.commands.start.start:init", "Write a config to start from.", 3)
+_CONVERT = Command(
+    "quantizer.commands.start.convert:convert",
+    "Convert a config to the other form, layered or hierarchical.",
+    5,
+)
 
-PLUGIN = Plugin("start", commands={"demo": _DEMO, "init": _INIT})
+PLUGIN = Plugin("start", commands={"demo": _DEMO, "init": _INIT, "convert": _CONVERT})

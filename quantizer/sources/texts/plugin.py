@@ -10,10 +10,11 @@ PLUGIN = Plugin(
             "texts",
             "text",
             "quantizer.sources.texts.text:open_texts",
-            (".txt", ".jsonl"),
+            (".txt", ".jsonl", ".parquet"),
             options=("tokenizer", "stride", "seq_len", "shuffle"),
             refusal=("the data is not text", "give <--data FILE.txt>, or leave out the option"),
         ),
     ),
-    packages={"llm": ("tokenizers",)},
+    parts={"read rows of .parquet files": "quantizer.sources.texts.parquet:read_rows"},
+    packages={"llm": ("tokenizers",), "parquet": ("pyarrow",)},
 )

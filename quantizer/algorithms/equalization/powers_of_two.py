@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from quantizer.algorithms.equalization.equalization import LayerPair, find_pairs
-from quantizer.algorithms.power_of_two_equalization.inputs import (
+from quantizer.algorithms.equalization.input_levels import (
     LARGEST_EXPONENT,
     WIDE,
     decide_input_levels,

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields
 
-from quantizer.commands.convert.findings import (
+from quantizer.commands.start.findings import (
     WEIGHTED,
     ConvertedDocument,
     alike,
