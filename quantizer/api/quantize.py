@@ -133,7 +133,7 @@ def quantize(
                 made_for = MadeFor(name, type(model).__name__, preset, max_mb)
                 sized = _sized_run(model, graph, batches, events)
                 to_leave = layers_to_leave(target, choices)
-                config = _config_file(place, made_for, sized, to_leave, overwrite=overwrite)
+                config = config_file(place, made_for, sized, to_leave, overwrite=overwrite)
             result = calibrate_batches(model, config, batches, settings, graph=graph)
         result.save(place, overwrite=overwrite)
         measure = partial(Result.test, evaluate=evaluate, lower_is_better=lower_is_better)
@@ -320,7 +320,7 @@ def _sized_run(
     return SizedRun(model, graph, data, logger.info)
 
 
-def _config_file(
+def config_file(
     folder: Path, made_for: MadeFor, run: SizedRun, to_leave: LayersToLeave, *, overwrite: bool
 ) -> Path:
     """Return the path of the config in the folder of the run, which is written if it is new."""
@@ -330,7 +330,7 @@ def _config_file(
         """Return the preset, fitted to the model and the file."""
         text, changes = fitted_text(preset_text(preset), preset, run.graph, to_leave)
         for change in changes:
-            logger.info(change)
+            run.say(change)
         return text
 
     finish = partial(config_within, max_mb=made_for.max_mb, run=run)

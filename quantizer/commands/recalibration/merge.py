@@ -133,20 +133,16 @@ def _merge(places: list[Path], folder: Path, options: Options) -> Outcome:
             kept=first.solution.kept,
         )
         state = steps.run_calibration(request)
-        command = ("merge", _command(options, places))
+        # Only the options that affect the results
+        words = option_words(options, ("model", "weights", "trust"))
+        merged = [without_folders(str(place)) for place in places]
+        command = ("merge", ["quantizer", "merge", *merged, *words])
         write_calibration(folder, request, state, original, command=command, origins=origins)
     tensors = len(state.plan.tensors)
     seen = state.calibration.batches
     content = {"tensors": tensors, "batches": seen, "results": str(folder)}
     line = f"{counted(tensors, 'tensor')} calibrated on {counted(seen, 'batch')}"
     return Outcome({}, content, [f"{line}; results: {folder}"])
-
-
-def _command(options: Options, places: Sequence[Path]) -> list[str]:
-    """Return the command of a merge, with only the options that affect its results."""
-    folders = [without_folders(str(place)) for place in places]
-    words = option_words(options, ("model", "weights", "trust"))
-    return ["quantizer", "merge", *folders, *words]
 
 
 def _require_mergeable(infos: Sequence[QuantInfo], config: ResolvedConfig) -> None:

@@ -58,6 +58,7 @@ from quantizer.evaluation.output_warnings import sample_warnings
 from quantizer.evaluation.paired_run import record_predictions
 from quantizer.evaluation.scores import Scores, in_pairs, log_warnings, measure
 from quantizer.export.agreement import Verification
+from quantizer.export.destinations import DESTINATIONS
 from quantizer.export.exporting import export_modules, planned_refusals, refuse
 from quantizer.export.saved_modules import save_verified
 from quantizer.export.summary import export_summary
@@ -239,7 +240,6 @@ class RunOnModules:
         gates: of the run.
         destination: what its user calls the target.
         target: of `--deploy`.
-        state_target: that of a file with the state of the modules.
         error: why the model cannot be traced.
     """
 
@@ -248,7 +248,6 @@ class RunOnModules:
     gates: Sequence[Gate]
     destination: str
     target: str
-    state_target: str
     error: UntraceableError
 
     def run(self) -> FinishedRun:
@@ -354,7 +353,7 @@ class RunOnModules:
             return tested
         path, verified = self._written(pair, plan, batches, folder / FOLDER)
         is_state = path.name.endswith(_SUFFIX)
-        target = self.state_target if is_state else self.target
+        target = DESTINATIONS[self.destination].target if is_state else self.target
         report["exports"] = [export_summary(target, path, verified)]
         return replace(
             tested,

@@ -10,12 +10,7 @@ from quantizer.cli.arguments.grouped_command import command
 from quantizer.cli.arguments.options import output_option, overwrite_option
 from quantizer.cli.arguments.places import PathType, write_output
 from quantizer.cli.terminal.render import print_diagnostics
-from quantizer.commands.start.findings import (
-    WEIGHTED,
-    ConvertedDocument,
-    inexpressible,
-    one_per_reason,
-)
+from quantizer.commands.start.findings import ConvertedDocument, inexpressible, one_per_reason
 from quantizer.commands.start.to_hierarchical import to_hierarchical
 from quantizer.commands.start.to_layered import to_layered
 from quantizer.config.diagnostics import Diagnostics, Place, by_place
@@ -24,8 +19,6 @@ from quantizer.config.forms.form import Form
 from quantizer.config.load import check_document, load_config
 from quantizer.config.model import ResolvedConfig
 from quantizer.errors import UsageError
-
-__all__ = ["WEIGHTED", "WRITERS", "ConvertedDocument", "convert_config"]
 
 WRITERS: Mapping[Form, Callable[[ResolvedConfig], ConvertedDocument]] = {
     "layered": to_layered,
