@@ -129,7 +129,10 @@ class _Search:
             if sums is not None:
                 waiting[number] = sums
                 factors[number] = self._rescale(group, sums)
-            changed_later = self._changed_after(number)
+            changed_later: set[str] = set()
+            for later in self.groups[number + 1 :]:
+                if later.fold is not None:
+                    changed_later.update((later.fold.node, *later.fold.extra))
             for ready in [*waiting]:
                 if changed_later.isdisjoint(waiting[ready].layers):
                     lead = self.leads.get(ready, ready)
@@ -138,14 +141,6 @@ class _Search:
             if not waiting and not is_shared:
                 self.task.after_group(self.adjustment, number + 1)
         return self.adjustment
-
-    def _changed_after(self, number: int) -> set[str]:
-        """Return the layers whose weights the groups after this one change."""
-        changed: set[str] = set()
-        for group in self.groups[number + 1 :]:
-            if group.fold is not None:
-                changed.update((group.fold.node, *group.fold.extra))
-        return changed
 
     def _gather(self, layers: Sequence[str]) -> GroupSums | None:
         """Run up to the value that the layers read, and return the sums of its products; None

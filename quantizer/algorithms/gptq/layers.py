@@ -189,7 +189,7 @@ def _with_searched_scales(
                 shares=clip_shares(member.spec),
                 shared_step=member.shared_step,
             )
-            member = member.with_fixed(search.qparams)
+            member = replace(member, qparams=search.qparams, is_fixed=True)
         searched.append(member)
     return searched
 

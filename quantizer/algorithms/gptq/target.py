@@ -86,10 +86,6 @@ class Member:
         qparams = nearest_qparams(spec, weight, self.shared_step)
         return replace(self, spec=spec, qparams=qparams)
 
-    def with_fixed(self, qparams: QParams) -> Member:
-        """Return the same layer with these scales, which rounding must use."""
-        return replace(self, qparams=qparams, is_fixed=True)
-
     @property
     def may_have_dynamic_groups(self) -> bool:
         """Check whether groups are runs of columns whose scales are not fixed. Then a group's

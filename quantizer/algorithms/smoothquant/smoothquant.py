@@ -14,6 +14,7 @@ import copy
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -66,10 +67,7 @@ def smoothquant(task: Task, settings: SmoothQuantConfig, adjustment: Adjustment)
     Raises:
         DataError: a value in the network is not finite; layer and batch are named.
     """
-
-    def is_smoothed(group: InputGroup) -> bool:
-        return _is_smoothed(task, group)
-
+    is_smoothed = partial(_is_smoothed, task)
     all_groups, _ = shared_folds(task.graph, task.structure.groups, is_smoothed, adjustment)
     if not settings.online and not task.done:
         smoothed = [group for group in all_groups if is_smoothed(group)]

@@ -92,9 +92,8 @@ def inspect(
         )
     require_known(gates, _COUNTS)
     if for_dpu:
-        settings = dataclasses.replace(settings, target_device="DPU")
-        config = dataclasses.replace(read.config, settings=settings)
-        read = dataclasses.replace(read, config=config)
+        read = _for_dpu(read)
+        settings = read.config.settings
     with notes_on_stderr(options.json):
         original = traced_model(options).graph
     if algorithms:
@@ -131,6 +130,13 @@ def inspect(
             f"not met: {', '.join(not_met)}",
             help="the table above says why a layer cannot run on the DPU",
         )
+
+
+def _for_dpu(read: session.ReadConfig) -> session.ReadConfig:
+    """Return a config with the DPU as its device."""
+    settings = dataclasses.replace(read.config.settings, target_device="DPU")
+    config = dataclasses.replace(read.config, settings=settings)
+    return dataclasses.replace(read, config=config)
 
 
 def _require_structure_alone(options: Options, *, for_dpu: bool) -> None:

@@ -91,7 +91,10 @@ def read_file(path: Path, error: type[QuantizerError], max_unpacked: int | None 
         require_data(path)
         _check_archive(path, limit)
         content = READERS[path.suffix.lower()](path)
-        _check_tensors(path, content, limit)
+        for value in pytree.tree_leaves(content):
+            # An expanded tensor may have many more values than the file
+            if isinstance(value, Tensor):
+                _check_size(path, value.numel() * value.element_size(), limit)
     return content
 
 
@@ -103,11 +106,7 @@ def read_deferred(path: Path, error: type[QuantizerError]) -> dict[str, Deferred
     """
     with reading(path, error):
         require_data(path)
-        try:
-            return deferred_file(path)
-        except SafetensorError as cause:
-            text = f"it is truncated or not a safetensors file ({cause})"
-            raise _UnreadableError(text, _AGAIN) from cause
+        return deferred_file(path)
 
 
 @contextmanager
@@ -118,6 +117,9 @@ def reading(path: Path, error: type[QuantizerError]) -> Iterator[None]:
     except _UnreadableError as cause:
         reason, remedy = cause.args
         raise error(f"{path} cannot be read: {reason}", help=remedy) from cause.__cause__
+    except SafetensorError as cause:
+        text = f"it is truncated or not a safetensors file ({cause})"
+        raise error(f"{path} cannot be read: {text}", help=_AGAIN) from cause
     except OSError as cause:
         raise error(f"{path} cannot be read: {cause.strerror or cause}") from cause
 
@@ -156,17 +158,6 @@ def _check_archive(path: Path, limit: int) -> None:
     _check_size(path, size, limit)
 
 
-def _check_tensors(path: Path, content: Any, limit: int) -> None:
-    """Check the sizes of tensors. An expanded tensor may have many more values than the file.
-
-    Raises:
-        _UnreadableError: one is too large.
-    """
-    for value in pytree.tree_leaves(content):
-        if isinstance(value, Tensor):
-            _check_size(path, value.numel() * value.element_size(), limit)
-
-
 def _check_size(path: Path, unpacked: int, limit: int) -> None:
     size = path.stat().st_size
     if unpacked > max(size, limit):
@@ -177,14 +168,6 @@ def _check_size(path: Path, unpacked: int, limit: int) -> None:
         raise _UnreadableError(
             text, "<--max_unpacked> allows more, such as <--max_unpacked 8GB>"
         )
-
-
-def _read_safetensors(path: Path) -> NamedTensors:
-    try:
-        return load_tensors(path)
-    except SafetensorError as cause:
-        text = f"it is truncated or not a safetensors file ({cause})"
-        raise _UnreadableError(text, _AGAIN) from cause
 
 
 def _read_torch(path: Path) -> Any:
@@ -292,7 +275,7 @@ def _numpy_header(file: IO[bytes]) -> tuple[tuple[int, ...], numpy.dtype[Any]]:
 
 
 READERS: Mapping[str, Callable[[Path], Any]] = {
-    ".safetensors": _read_safetensors,
+    ".safetensors": load_tensors,
     ".pt": _read_torch,
     ".pth": _read_torch,
     ".npy": _read_npy,
