@@ -15,6 +15,6 @@ PLUGIN = Plugin(
             refusal=("the data is not text", "give <--data FILE.txt>, or leave out the option"),
         ),
     ),
-    parts={"read rows of .parquet files": "quantizer.sources.texts.parquet:read_rows"},
+    parts={"read rows of .parquet files": "quantizer.sources.texts.documents:read_rows"},
     packages={"llm": ("tokenizers",), "parquet": ("pyarrow",)},
 )
