@@ -259,9 +259,9 @@ def _batches(
 
 def _may_need_data(config: AnyConfig | None, preset: str) -> bool:
     """Return whether a config, or else a preset, may need the values of data."""
-    if config is None:
-        return may_need_data(load_preset(preset))
-    return may_need_data(read_config(config).require())
+    return may_need_data(
+        load_preset(preset) if config is None else read_config(config).require()
+    )
 
 
 def _divided(

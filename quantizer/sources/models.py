@@ -139,8 +139,7 @@ def load_model(
         reason, remedy = _REFUSED[suffix]
         raise ModelError(reason.format(path=path), help=remedy.format(path=path))
     if suffix == ".pt2":
-        module = _from_pt2(path, trust)
-        loaded = LoadedModel(module)
+        loaded = LoadedModel(_from_pt2(path, trust))
     elif suffix == ".py":
         loaded = _from_python(spec)
     else:

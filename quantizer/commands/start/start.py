@@ -135,7 +135,9 @@ def init(
     if list:
         click.echo(_listing(), nl=False)
         return
-    name = _preset(device, strategy, preset)
+    if strategy and preset:
+        raise UsageError("--strategy and --preset exclude each other", help="give one of them")
+    name = _STRATEGIES[strategy] if strategy else preset or _DEVICES[device or "CPU"]
     text = _text(name, device, strategy, preset)
     text = _fitted(text, name, options)
     if output == "-":
@@ -176,15 +178,6 @@ def _listing() -> str:
     formatter = click.HelpFormatter(indent_increment=0, width=width)
     formatter.write_dl(rows)
     return f"{formatter.getvalue()}`quantizer init --preset NAME` writes one of them\n"
-
-
-def _preset(device: str | None, strategy: str | None, preset: str | None) -> str:
-    """Return the name of the preset that the options choose."""
-    if strategy and preset:
-        raise UsageError("--strategy and --preset exclude each other", help="give one of them")
-    if strategy:
-        return _STRATEGIES[strategy]
-    return preset or _DEVICES[device or "CPU"]
 
 
 def _text(name: str, device: str | None, strategy: str | None, preset: str | None) -> str:

@@ -1,6 +1,6 @@
 """Read documents from text files. A `.txt` file is one. In files of rows, each row is one, with
-its text or its messages. Rows may name images or have them. A `.parquet` file is read in another
-process and within limits.
+its text or its messages. Rows may name images or have them. A `.parquet` file is read in
+another process and within limits.
 """
 
 import base64
