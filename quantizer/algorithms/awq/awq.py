@@ -166,7 +166,12 @@ class _Search:
         s_x = sums.channel_size(
             group.channels, by_expert=factored_apart(self.task.graph, group)
         )
-        self._remark_zero_channels(group, sums, s_x)
+        counts = (s_x.view(-1, group.channels) == 0).sum(1).tolist()
+        if len(counts) > 1:
+            # An expert without any token is not meant
+            counts = [count for count in counts if count < group.channels]
+        if sum(counts):
+            self._remark(sums.layers, zero_channels(sum(counts)))
         ones = torch.ones_like(s_x)
         if group.tied or group.is_fixed or not self.settings.scale_search:
             return ones
@@ -193,14 +198,6 @@ class _Search:
         if not torch.equal(s, ones):
             self.adjustment = fold_factors(self.task.graph, group, s, self.adjustment)
         return s
-
-    def _remark_zero_channels(self, group: InputGroup, sums: GroupSums, s_x: Tensor) -> None:
-        counts = (s_x.view(-1, group.channels) == 0).sum(1).tolist()
-        if len(counts) > 1:
-            # An expert without any token is not meant
-            counts = [count for count in counts if count < group.channels]
-        if sum(counts):
-            self._remark(sums.layers, zero_channels(sum(counts)))
 
     def _samples(self, sums: GroupSums) -> list[_SampledRows]:
         """Return rows of the weights of the group's layers. Layers of one spec are put

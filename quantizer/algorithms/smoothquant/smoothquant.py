@@ -15,6 +15,7 @@ import dataclasses
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import chain
 
 import torch
 from torch import Tensor, nn
@@ -25,7 +26,7 @@ from quantizer.config.model import CAST_ONLY, QuantizationSpec
 from quantizer.config.wording import counted, first_names
 from quantizer.distributed import ALONE, Ranks
 from quantizer.graph.edits import by_channel, rescale_weight
-from quantizer.graph.structure.definitions import InputGroup, Structure
+from quantizer.graph.structure.definitions import InputGroup
 from quantizer.graph.structure.find import find_structure
 from quantizer.layerwise.adjustment import Adjustment, Remark, Task, apply_adjustment
 from quantizer.layerwise.fold import (
@@ -368,7 +369,11 @@ def smooth_normalized_inputs(fitting: Fitting) -> None:
         spec = input_spec(fitting.plan, layer)
         if spec is not None and _has_one_static_scale(spec):
             layers.append(layer)
-    if not layers or not _can_smooth(find_structure(fitting.graph), layers):
+    if not layers:
+        return
+    groups = find_structure(fitting.graph).groups
+    rescalable = set(chain(*(group.layers for group in groups if can_rescale(group))))
+    if rescalable.isdisjoint(layers):
         return
     key = "algorithms"
     if fitting.is_hierarchical:
@@ -405,11 +410,3 @@ def _with_smoothquant(
 def _has_one_static_scale(spec: QuantizationSpec) -> bool:
     is_static = spec.is_scaled and not spec.is_dynamic
     return is_static and spec.qscheme == "per_tensor" and bits_of(spec) <= _SMOOTHED_BITS
-
-
-def _can_smooth(structure: Structure, layers: list[str]) -> bool:
-    """Return whether SmoothQuant can rescale what one of the layers reads."""
-    for group in structure.groups:
-        if can_rescale(group) and not set(group.layers).isdisjoint(layers):
-            return True
-    return False

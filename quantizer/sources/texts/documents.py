@@ -125,7 +125,11 @@ def _document(place: str, row: Mapping[str, Any]) -> Document:
         return Document(place, text)
     messages = row.get(MESSAGES)
     if isinstance(messages, list) and messages and all(map(_is_message, messages)):
-        return Document(place, [_without_nulls(message) for message in messages])
+        # Rows of Parquet have null for what is absent, and a template would write it as None
+        content: list[Any] = []
+        for message in messages:
+            content.append({key: part for key, part in message.items() if part is not None})
+        return Document(place, content)
     for name, value in ((TEXT, text), (MESSAGES, messages)):
         if value is not None:
             message = f"{name} of {place} is {a_kind(value)}"
@@ -145,13 +149,6 @@ def _is_message(value: Any) -> bool:
     if not isinstance(value, dict) or value.get(_ROLE) is None:
         return False
     return value.get(_CONTENT) is not None or bool(value.get(_TOOL_CALLS))
-
-
-def _without_nulls(message: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a message without null values, which rows of Parquet have for absent ones, and
-    which a template would write as None.
-    """
-    return {key: value for key, value in message.items() if value is not None}
 
 
 def _with_images(document: Document, row: Mapping[str, Any], folder: Path) -> Document:
