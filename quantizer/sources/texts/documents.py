@@ -16,6 +16,7 @@ from quantizer import plugins
 from quantizer.config.wording import a_kind
 from quantizer.errors import DataError, pip_line
 from quantizer.sources.files.json_files import parse_object, read_text
+from quantizer.sources.files.tensor_files import reading
 from quantizer.storage.child_process import run_apart
 from quantizer.storage.system_calls import require_file_or_folder
 
@@ -68,11 +69,9 @@ def read_documents(path: Path) -> Iterator[Document]:
             the package that reads the file is missing.
     """
     read = _READERS.get(path.suffix.lower(), _read_rows)
-    try:
+    with reading(path, DataError):
         require_file_or_folder(path)
         yield from read(path)
-    except OSError as cause:
-        raise DataError(f"{path} cannot be read: {cause.strerror or cause}") from cause
 
 
 def _read_text(path: Path) -> Iterator[Document]:

@@ -17,9 +17,9 @@ from quantizer.cli.terminal import output
 from quantizer.cli.terminal.output import table_view
 from quantizer.cli.terminal.render import say_note
 from quantizer.cli.terminal.screen import notes_on_stderr
+from quantizer.commands.searching import sensitivity
 from quantizer.commands.searching.float_layers import cheapest_floats, measured_tensors
 from quantizer.commands.searching.trials import Subject, watched_data
-from quantizer.commands.tuning import sensitivity
 from quantizer.config.json_types import JsonMapping
 from quantizer.config.model import CAST_ONLY
 from quantizer.errors import UsageError

@@ -35,8 +35,12 @@ from quantizer.cli.terminal import output
 from quantizer.cli.terminal.follow import one_display
 from quantizer.cli.terminal.render import say_note
 from quantizer.cli.terminal.screen import notes_on_stderr
-from quantizer.commands.run.module_run import FinishedRun, RunOnModules, require_weights_only
 from quantizer.commands.searching.divided_data import data_of_run, divide_data
+from quantizer.commands.searching.module_run import (
+    FinishedRun,
+    RunOnModules,
+    require_weights_only,
+)
 from quantizer.commands.searching.trials import watched_data
 from quantizer.commands.searching.tuned_run import (
     TUNED_CONFIG,
