@@ -126,10 +126,12 @@ def check_finite(module: nn.Module, skipped: Container[str] = ()) -> None:
     for name, tensor in _named_tensors(module):
         if name in skipped:
             continue
-        fault, is_sound = "NaN", _is_number
         if isinstance(tensor, nn.Parameter):
-            fault, is_sound = "NaN or Inf", torch.isfinite
-        count = count_not_finite(tensor.detach(), is_sound)
+            fault = "NaN or Inf"
+            count = count_not_finite(tensor.detach())
+        else:
+            fault = "NaN"
+            count = count_not_finite(tensor.detach(), _is_number)
         if count:
             raise ModelError(
                 f"the weights hold {fault}: {count} of {tensor.numel()} values of {name}"
