@@ -169,8 +169,7 @@ class CalibratedFolder:
         """Write weights with new scales and statistics, copy the other files, and return the
         sha256 of each.
         """
-        tensors: dict[str, Tensor] = {}
-        tensors |= deferred_shards(WEIGHTS_FILE, self.opened.files)
+        tensors: dict[str, Tensor] = {**deferred_shards(WEIGHTS_FILE, self.opened.files)}
         for (_, role), entry in entries.items():
             for part in ("scale", "zero_point"):
                 name = f"{entry['module']}.quantizers.{role}.{part}"
