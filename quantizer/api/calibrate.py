@@ -11,8 +11,7 @@ from typing import Any
 from torch import nn
 
 from quantizer.api.config import AnyConfig, read_config
-from quantizer.api.notebook import follower
-from quantizer.api.python_words import called_from_python
+from quantizer.api.display import called_from_python, follower
 from quantizer.api.result import Result
 from quantizer.calibration.events import Events, ForkedEvents
 from quantizer.calibration.request import CalibrationRequest, CalibrationState, Confirm

@@ -10,8 +10,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from quantizer.api.notebook import html_table
-from quantizer.api.python_words import called_from_python
+from quantizer.api.display import called_from_python, html_table
 from quantizer.config.wording import counted, did_you_mean, first_names
 from quantizer.declarations import DROP, RATIO
 from quantizer.errors import GateError, UsageError

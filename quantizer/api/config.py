@@ -16,7 +16,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from quantizer.api.python_words import called_from_python
+from quantizer.api.display import called_from_python
 from quantizer.config.algorithms import AlgoConfig, PreQuantOptConfig, entry_kinds
 from quantizer.config.document.document import Document
 from quantizer.config.forms.aliases import canonical

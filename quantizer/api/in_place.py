@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from quantizer.api.config import AnyConfig, path_of, read_config
-from quantizer.api.notebook import follower
+from quantizer.api.display import follower
 from quantizer.calibration import steps
 from quantizer.calibration.module_target import ModuleTarget
 from quantizer.calibration.request import CalibrationRequest, CalibrationState

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from quantizer.api.config import AnyConfig, check_kind
-from quantizer.api.python_words import called_from_python
+from quantizer.api.display import called_from_python
 from quantizer.storage.permission import replacing
 
 if TYPE_CHECKING:

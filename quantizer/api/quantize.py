@@ -19,8 +19,7 @@ from quantizer.api.calibrate import (
 )
 from quantizer.api.comparison import Comparison
 from quantizer.api.config import AnyConfig, path_of, read_config
-from quantizer.api.notebook import follower
-from quantizer.api.python_words import called_from_python, in_python
+from quantizer.api.display import called_from_python, follower, in_python
 from quantizer.api.result import Quantized, Result, require_real, result_for_file, verified_file
 from quantizer.calibration.events import Events
 from quantizer.calibration.held_back import MIN_SAMPLES, may_need_data, samples_to_calibrate
@@ -134,7 +133,7 @@ def quantize(
                 made_for = MadeFor(name, type(model).__name__, preset, max_mb)
                 sized = _sized_run(model, graph, batches, events)
                 to_leave = layers_to_leave(target, choices)
-                config = _config_file(place, made_for, sized, to_leave, overwrite=overwrite)
+                config = config_file(place, made_for, sized, to_leave, overwrite=overwrite)
             result = calibrate_batches(model, config, batches, settings, graph=graph)
         result.save(place, overwrite=overwrite)
         measure = partial(Result.test, evaluate=evaluate, lower_is_better=lower_is_better)
@@ -260,9 +259,9 @@ def _batches(
 
 def _may_need_data(config: AnyConfig | None, preset: str) -> bool:
     """Return whether a config, or else a preset, may need the values of data."""
-    if config is None:
-        return may_need_data(load_preset(preset))
-    return may_need_data(read_config(config).require())
+    return may_need_data(
+        load_preset(preset) if config is None else read_config(config).require()
+    )
 
 
 def _divided(
@@ -321,7 +320,7 @@ def _sized_run(
     return SizedRun(model, graph, data, logger.info)
 
 
-def _config_file(
+def config_file(
     folder: Path, made_for: MadeFor, run: SizedRun, to_leave: LayersToLeave, *, overwrite: bool
 ) -> Path:
     """Return the path of the config in the folder of the run, which is written if it is new."""
@@ -331,7 +330,7 @@ def _config_file(
         """Return the preset, fitted to the model and the file."""
         text, changes = fitted_text(preset_text(preset), preset, run.graph, to_leave)
         for change in changes:
-            logger.info(change)
+            run.say(change)
         return text
 
     finish = partial(config_within, max_mb=made_for.max_mb, run=run)

@@ -15,8 +15,7 @@ from torch import nn
 
 from quantizer.api.comparison import Comparison, Report
 from quantizer.api.config import path_of
-from quantizer.api.notebook import html_table
-from quantizer.api.python_words import called_from_python, in_python
+from quantizer.api.display import called_from_python, html_table, in_python
 from quantizer.calibration.events import Events
 from quantizer.config.wording import counted
 from quantizer.errors import DataError, UsageError

@@ -307,26 +307,16 @@ def call_with_shapes(
     resized: list[Any] = []
     for leaf, shape in zip(leaves, shapes, strict=True):
         if isinstance(leaf, Tensor) and shape is not None:
-            samples = 1
-            if None in shape:
-                samples = leaf.shape[shape.index(None)]
-            sizes = with_batch_size(shape, samples)
-            resized.append(leaf.new_zeros(sizes))
-        else:
-            resized.append(leaf)
+            samples = leaf.shape[shape.index(None)] if None in shape else 1
+            leaf = leaf.new_zeros(with_batch_size(shape, samples))
+        resized.append(leaf)
     resized_args, resized_kwargs = pytree.tree_unflatten(resized, structure)
     return resized_args, resized_kwargs
 
 
 def with_batch_size(shape: Sequence[int | None], batch_size: int) -> list[int]:
     """Return a shape with the batch size instead of None."""
-    sizes: list[int] = []
-    for size in shape:
-        if size is None:
-            sizes.append(batch_size)
-        else:
-            sizes.append(size)
-    return sizes
+    return [batch_size if size is None else size for size in shape]
 
 
 def window_length(shapes: InputShapes) -> int | None:
@@ -346,12 +336,7 @@ def shapes_text(shapes: InputShapes) -> str:
     """
     texts: list[str] = []
     for shape in shapes:
-        if shape is None:
-            continue
-        sizes: list[str] = []
-        for size in shape:
-            text = "b" if size is None else str(size)
-            sizes.append(text)
-        joined = ", ".join(sizes)
-        texts.append(f"[{joined}]")
+        if shape is not None:
+            sizes = ", ".join("b" if size is None else str(size) for size in shape)
+            texts.append(f"[{sizes}]")
     return " and ".join(texts)

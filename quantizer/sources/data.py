@@ -197,7 +197,9 @@ class Batches:
             self._check_finite(batch, seen.batches)
             if self.filled is None:
                 self.filled = batch.filled(self.arguments)
-                self._log_filled(self.filled)
+                level = logging.WARNING if self.filled.doubtful else logging.INFO
+                if str(self.filled):
+                    _logger.log(level, "%s: %s", self.label, self.filled)
             if self.first_size is None:
                 self.first_size = batch.size
             if self.passes is None:
@@ -235,12 +237,6 @@ class Batches:
                     f"{tensor.numel()} values of {name}",
                     help="leave these samples out, or replace the values: no scale fits them",
                 )
-
-    def _log_filled(self, filled: FilledArguments) -> None:
-        text = str(filled)
-        level = logging.WARNING if filled.doubtful else logging.INFO
-        if text:
-            _logger.log(level, "%s: %s", self.label, text)
 
     def _subset(self) -> Iterator[Batch]:
         """Yield the batches of a pass, up to the number of samples to use."""

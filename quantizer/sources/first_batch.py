@@ -128,17 +128,8 @@ def _misfits(layer: nn.Module, tensor: Tensor) -> Iterator[str]:
         if tensor.shape[-1:] != (layer.in_features,):
             yield f"it takes {layer.in_features} values in the last axis"
         return
-    yield from _misfits_of_images(layer.in_channels, weight.dim(), tensor)
-
-
-def _misfits_of_images(channels: int, rank: int, tensor: Tensor) -> Iterator[str]:
-    """Yield what a convolution takes that the tensor is not.
-
-    Args:
-        channels: of its input.
-        rank: the axes of its input.
-        tensor: the input.
-    """
+    channels = layer.in_channels
+    rank = weight.dim()
     if tensor.dim() == rank - 1:
         yield "the batch has no axis of samples: add it with unsqueeze(0)"
     elif tensor.dim() == rank and tensor.shape[1] != channels:

@@ -138,8 +138,7 @@ def load_model(
         reason, remedy = _REFUSED[suffix]
         raise ModelError(reason.format(path=path), help=remedy.format(path=path))
     if suffix == ".pt2":
-        module = _from_pt2(path, trust)
-        loaded = LoadedModel(module)
+        loaded = LoadedModel(_from_pt2(path, trust))
     elif suffix == ".py":
         loaded = _from_python(spec)
     else:
@@ -147,7 +146,7 @@ def load_model(
     check_float(loaded.module, traced=True)
     if weights is not None:
         # Only --weights needs it
-        from quantizer.sources.files.weights_file import load_weights
+        from quantizer.sources.files.tensor_files import load_weights
 
         load_weights(loaded.module, weights, max_unpacked)
     check_finite(loaded.module)

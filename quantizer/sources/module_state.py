@@ -87,10 +87,8 @@ class ModuleState:
 
     def changed(self) -> list[str]:
         """Return the paths of attributes that are different now."""
-        changed: list[str] = []
-        for path, attribute in self._attributes.items():
-            if attribute.is_changed:
-                changed.append(path)
+        attributes = self._attributes.items()
+        changed = [path for path, attribute in attributes if attribute.is_changed]
         now = {path for path, _, _ in _named_attributes(self._module)}
         new = now - self._attributes.keys()
         return changed + sorted(new)

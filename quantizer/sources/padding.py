@@ -109,7 +109,9 @@ class _PaddedCall:
         for spans, rows in groups.items():
             values = dict(self._values)
             if is_divided:
-                values = self._values_of_samples(rows)
+                for path, value in values.items():
+                    if isinstance(value, Tensor):
+                        values[path] = value[rows]
             for mask, span in zip(masks, spans, strict=True):
                 _cut_to_span(values, positions_by_mask[mask], span)
             yield self._batch_with(values, rows)
@@ -215,8 +217,7 @@ class _PaddedCall:
             spans = tuple(span for span in of_sample if span is not None)
             if len(spans) < len(masks):
                 continue
-            rows = groups.setdefault(spans, [])
-            rows.append(sample)
+            groups.setdefault(spans, []).append(sample)
         if not groups:
             names = " and ".join(self._name(path) for path in masks)
             raise BatchError(
@@ -234,24 +235,13 @@ class _PaddedCall:
         """
         nodes = () if self._graph is None else self._graph.nodes
         for node in nodes:
-            if node.op != "input" or not node.shape:
-                continue
             # None is a size that follows the batch
-            if node.shape[0] is not None:
+            if node.op == "input" and node.shape and node.shape[0] is not None:
                 return False
         for value in self._values.values():
             if isinstance(value, Tensor) and value.shape[:1] != (count,):
                 return False
         return True
-
-    def _values_of_samples(self, rows: list[int]) -> dict[_Path, Any]:
-        """Return all values by path, the tensors with the samples `rows` only."""
-        values = {}
-        for path, value in self._values.items():
-            if isinstance(value, Tensor):
-                value = value[rows]
-            values[path] = value
-        return values
 
     def _batch_with(self, values: Mapping[_Path, Any], rows: Sequence[int]) -> Batch:
         """Return the batch with other values, those of the samples `rows`. It has no target,

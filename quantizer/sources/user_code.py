@@ -244,10 +244,9 @@ def require_callable(
         return
     try:
         signature.bind(*range(arguments))
+        return
     except TypeError:
         pass
-    else:
-        return
     if arguments > 0:
         raise error(
             f"{what} takes {signature}, and it is called with {counted(arguments, 'argument')}"
@@ -266,10 +265,8 @@ def require_callable(
 
 def was_called(model: Any, cause: BaseException) -> bool:
     """Return whether an exception was raised within a call of the model."""
-    for frame, _ in traceback.walk_tb(cause.__traceback__):
-        if frame.f_locals.get("self") is model:
-            return True
-    return False
+    frames = traceback.walk_tb(cause.__traceback__)
+    return any(frame.f_locals.get("self") is model for frame, _ in frames)
 
 
 def _import_file(path: Path, error: type[QuantizerError]) -> UserModule:

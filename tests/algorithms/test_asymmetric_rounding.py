@@ -23,14 +23,19 @@ from torch import Tensor, nn
 
 from quantizer.algorithms.gptq.algorithms import gptaq, gptq, qronos
 from quantizer.algorithms.gptq.layers import round_layers
-from quantizer.algorithms.gptq.member import Member
 from quantizer.algorithms.gptq.settings import (
     ColumnRounding,
     GPTAQConfig,
     GPTQConfig,
     QronosConfig,
 )
-from quantizer.algorithms.gptq.target import GptaqTarget, GptqTarget, Products, QronosTarget
+from quantizer.algorithms.gptq.target import (
+    GptaqTarget,
+    GptqTarget,
+    Member,
+    Products,
+    QronosTarget,
+)
 from quantizer.config.model import QuantizationSpec
 from quantizer.layerwise.adjustment import Adjustment, Run, Task, apply_adjustment
 from quantizer.layerwise.gram import Drift, Gram

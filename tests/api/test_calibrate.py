@@ -406,7 +406,7 @@ def test_results_print_as_a_few_lines(network: nn.Module, data: Any, tmp_path: P
 
 
 def test_text_in_tables_is_escaped() -> None:
-    from quantizer.api.notebook import html_table
+    from quantizer.api.display import html_table
     from quantizer.report.view import Listing
 
     page = html_table(Listing(("a",), [("<script>",)]))
@@ -433,7 +433,7 @@ def test_a_notebook_shows_progress_as_bars(
     monkeypatch.setitem(
         sys.modules, "IPython.display", SimpleNamespace(HTML=str, display=display)
     )
-    monkeypatch.setattr("quantizer.api.notebook._SECONDS_BETWEEN_DRAWINGS", 0)
+    monkeypatch.setattr("quantizer.api.display._SECONDS_BETWEEN_DRAWINGS", 0)
     found = quantizer.calibrate(network, LAYERED, data)
     assert any(f'<progress value="1" max="{len(data)}">' in page for page in pages)
     assert pages[-1] == ""

@@ -39,7 +39,7 @@ NAMED = {
     "graph/passes/activations.py": "rewrites these operators",
     "graph/passes/fold_batch_norm.py": "rewrites this operator",
     "graph/passes/linear_layers.py": "rewrites these operators",
-    "commands/convert/findings.py": "writes entries for types, and knows no graph; a test compares it with the table",
+    "commands/start/findings.py": "writes entries for types, and knows no graph; a test compares it with the table",
     "plan/floating.py": "what each operator makes of divisors and indices, and wants exact",
     "plan/fit/fitted_layers.py": "finds norms that are written out, and outputs that are cut",
     "plan/mask_constants.py": "what each operator makes of the lowest values of a mask",

@@ -15,7 +15,7 @@ from support.extended import extended
 from torch import Tensor, nn
 
 import quantizer
-from quantizer.algorithms.power_of_two_equalization.decision import POWER_OF_TWO_EQUALIZATION
+from quantizer.algorithms.equalization.powers_of_two import POWER_OF_TWO_EQUALIZATION
 from quantizer.cli.main import run_command
 from quantizer.errors import ResultError
 from quantizer.graph.tracing.trace import trace

@@ -22,7 +22,7 @@ from support.configs import document, layer
 from support.extended import extended, extended_except
 from support.forked import run_ranks
 
-from quantizer.algorithms.power_of_two_equalization import decision
+from quantizer.algorithms.equalization import powers_of_two
 from quantizer.calibration.events import RunStage
 from quantizer.cli.main import run_command
 from quantizer.observers import Observer
@@ -191,7 +191,7 @@ def stopping(number: int, batches: int, act: Callable[[], Any]) -> Callable[[int
 
     def before(rank: int) -> None:
         plain, seen, is_counted = Observer.observe, 0, True
-        measure = decision.decide_input_levels
+        measure = powers_of_two.decide_input_levels
 
         def decide_input_levels(*args: Any, **options: Any) -> Any:
             nonlocal is_counted
@@ -209,7 +209,7 @@ def stopping(number: int, batches: int, act: Callable[[], Any]) -> Callable[[int
                     act()
 
         Observer.observe = observe  # type: ignore[method-assign]
-        decision.decide_input_levels = decide_input_levels
+        powers_of_two.decide_input_levels = decide_input_levels
 
     return before
 

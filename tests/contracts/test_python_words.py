@@ -11,7 +11,7 @@ from support.shell_words import options_in
 
 import quantizer
 from quantizer.api.comparison import Report
-from quantizer.api.python_words import ARGUMENTS, in_python
+from quantizer.api.display import ARGUMENTS, in_python
 from quantizer.api.result import Result
 from quantizer.config.diagnostics import ConfigError, Diagnostic
 from quantizer.errors import UsageError
@@ -25,7 +25,7 @@ OF_THE_SHELL = {
     "__main__.py",
     # Commands and options of the shell in files and tables that the shell writes, as are all
     # plugin.py and search.py
-    "api/python_words.py",
+    "api/display.py",
     "config/forms/level_edits.py",
     "config/run_config.py",
     "commands/inspection/doctor.py",

@@ -12,7 +12,7 @@ from torch import Tensor
 import quantizer
 from quantizer.api.calibrate import CalibrationSettings, open_batches
 from quantizer.calibration.events import NO_FOLLOWER
-from quantizer.commands.run.module_scores import ModulePair
+from quantizer.commands.searching.module_run import ModulePair
 
 CONFIG = {"global_quant_config": {"weight": {"dtype": "int4", "qscheme": "per_tensor"}}}
 

@@ -18,7 +18,7 @@ import quantizer
 from quantizer.api.result import Result
 from quantizer.calibration.solution import quantized_network
 from quantizer.cli.main import run_command
-from quantizer.commands.start.init import _STRATEGIES
+from quantizer.commands.start.start import _STRATEGIES
 from quantizer.errors import ResultError, UsageError, VerificationError
 from quantizer.export.agreement import Verification
 from quantizer.export.exporting import as_run

@@ -21,7 +21,7 @@ from support.toys import shake
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from quantizer.algorithms.absorption.absorption import absorb_high_biases
+from quantizer.algorithms.equalization.absorption import absorb_high_biases
 from quantizer.algorithms.equalization.equalization import (
     MIN_EXPONENT,
     cross_layer_equalization,

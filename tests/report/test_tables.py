@@ -10,7 +10,7 @@ import re
 import pytest
 from rich.console import Console
 
-from quantizer.commands.diff.difference import Side, compare_sides, difference_table
+from quantizer.commands.inspection.difference import Side, compare_sides, difference_table
 from quantizer.graph.ir import Graph, Node
 from quantizer.report.tables import damage_table, layer_table
 from quantizer.report.view import Listing, TableView

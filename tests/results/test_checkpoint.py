@@ -124,7 +124,7 @@ def test_a_stop_at_any_write_leaves_a_whole_snapshot(
 
     with monkeypatch.context() as patched:
         for name in ("write_tensors", "write_json"):
-            patched.setattr(checkpoint, name, stopping(getattr(checkpoint, name)))
+            patched.setattr(checkpoint_file, name, stopping(getattr(checkpoint_file, name)))
         patched.setattr(Path, "unlink", stopping(Path.unlink))
         whole = first
         try:
@@ -152,7 +152,7 @@ def test_another_runs_files_never_mix_with_this_ones(
         fresh.restore()
     with monkeypatch.context() as patched, pytest.raises(KilledError):
         patched.setattr(
-            checkpoint, "write_json", lambda *_: (_ for _ in ()).throw(KilledError())
+            checkpoint_file, "write_json", lambda *_: (_ for _ in ()).throw(KilledError())
         )
         fresh.save(snapshots()[2])
     assert_equal(Checkpoint(tmp_path, "stage", KEY).restore(), snapshots()[1])

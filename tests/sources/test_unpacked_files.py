@@ -18,7 +18,7 @@ from quantizer.cli.main import run_command
 from quantizer.errors import DataError, ModelError
 from quantizer.sources.data import load_batches
 from quantizer.sources.files import tensor_files
-from quantizer.sources.files.weights_file import load_weights
+from quantizer.sources.files.tensor_files import load_weights
 
 MB = 10**6
 ZEROS = torch.zeros(MB, 3)

@@ -129,7 +129,10 @@ class _Search:
             if sums is not None:
                 waiting[number] = sums
                 factors[number] = self._rescale(group, sums)
-            changed_later = self._changed_after(number)
+            changed_later: set[str] = set()
+            for later in self.groups[number + 1 :]:
+                if later.fold is not None:
+                    changed_later.update((later.fold.node, *later.fold.extra))
             for ready in [*waiting]:
                 if changed_later.isdisjoint(waiting[ready].layers):
                     lead = self.leads.get(ready, ready)
@@ -138,14 +141,6 @@ class _Search:
             if not waiting and not is_shared:
                 self.task.after_group(self.adjustment, number + 1)
         return self.adjustment
-
-    def _changed_after(self, number: int) -> set[str]:
-        """Return the layers whose weights the groups after this one change."""
-        changed: set[str] = set()
-        for group in self.groups[number + 1 :]:
-            if group.fold is not None:
-                changed.update((group.fold.node, *group.fold.extra))
-        return changed
 
     def _gather(self, layers: Sequence[str]) -> GroupSums | None:
         """Run up to the value that the layers read, and return the sums of its products; None
@@ -171,7 +166,12 @@ class _Search:
         s_x = sums.channel_size(
             group.channels, by_expert=factored_apart(self.task.graph, group)
         )
-        self._remark_zero_channels(group, sums, s_x)
+        counts = (s_x.view(-1, group.channels) == 0).sum(1).tolist()
+        if len(counts) > 1:
+            # An expert without any token is not meant
+            counts = [count for count in counts if count < group.channels]
+        if sum(counts):
+            self._remark(sums.layers, zero_channels(sum(counts)))
         ones = torch.ones_like(s_x)
         if group.tied or group.is_fixed or not self.settings.scale_search:
             return ones
@@ -198,14 +198,6 @@ class _Search:
         if not torch.equal(s, ones):
             self.adjustment = fold_factors(self.task.graph, group, s, self.adjustment)
         return s
-
-    def _remark_zero_channels(self, group: InputGroup, sums: GroupSums, s_x: Tensor) -> None:
-        counts = (s_x.view(-1, group.channels) == 0).sum(1).tolist()
-        if len(counts) > 1:
-            # An expert without any token is not meant
-            counts = [count for count in counts if count < group.channels]
-        if sum(counts):
-            self._remark(sums.layers, zero_channels(sum(counts)))
 
     def _samples(self, sums: GroupSums) -> list[_SampledRows]:
         """Return rows of the weights of the group's layers. Layers of one spec are put

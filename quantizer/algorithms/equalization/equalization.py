@@ -152,8 +152,12 @@ class _LayerRanges:
         self.weight = largest.to("cpu", torch.float64)  # [groups, outputs, columns]
         self.outputs: Tensor = torch.ones(groups * outputs, dtype=torch.float64)
         self.inputs = torch.ones(count, dtype=torch.float64)
-        values = _output_ranges(graph, node)
-        values = torch.zeros_like(self.outputs) if values is None else values
+        values = torch.zeros_like(self.outputs)
+        if node.name in graph.normal:
+            mean, std = graph.normal[node.name]
+            values = mean.abs() + _STDS * std
+        elif "bias" in node.params:
+            values = graph.tensors[node.params["bias"]].abs()
         values = values.to("cpu", torch.float64)
         widest = values.max().clamp(min=torch.finfo(torch.float64).tiny)
         self.values = values * self.weight.max() / widest
@@ -168,18 +172,6 @@ class _LayerRanges:
             scaled = bias * self.outputs.to(bias.device)
             tensors["bias"] = scaled.to(bias.dtype)
         return tensors
-
-
-def _output_ranges(graph: Graph, node: Node) -> Tensor | None:
-    """Return how wide each output channel is by a folded batch norm, else by the bias; None
-    without either.
-    """
-    if node.name in graph.normal:
-        mean, std = graph.normal[node.name]
-        return mean.abs() + _STDS * std
-    if "bias" in node.params:
-        return graph.tensors[node.params["bias"]].abs()
-    return None
 
 
 def _balance(first: _LayerRanges, second: _LayerRanges) -> float:

@@ -63,16 +63,12 @@ def finetunable(node: Node, layer: Layer) -> bool:
     if "weights" not in layer.quantizers:
         return False
     spec = _weight_quantizer(layer).spec
-    depth = matrix_shape(layer)[2]
-    outputs_axis = int(node.row.transposed)
     has_row_scales = spec.qscheme == "per_tensor" or (
-        spec.qscheme == "per_channel" and spec.ch_axis == outputs_axis
+        spec.qscheme == "per_channel" and spec.ch_axis == int(node.row.transposed)
     )
     is_integer = spec.dtype == "int" and spec.round_mode in NEAREST
-    if spec.has_signed_scale:
-        return False
-    is_small = spec.bit_width <= _MAX_WEIGHT_BITS and depth <= DEEPEST
-    return is_integer and has_row_scales and is_small
+    is_small = spec.bit_width <= _MAX_WEIGHT_BITS and matrix_shape(layer)[2] <= DEEPEST
+    return is_integer and has_row_scales and is_small and not spec.has_signed_scale
 
 
 def fast_finetune(
@@ -145,10 +141,7 @@ class _LayerFinetuning:
         self.weight = reference.network.layers[node.name].get_parameter("weight")
         self.quantizer = _weight_quantizer(self.layer)
         self.activation = _fused_activation(quantized.network.graph, node)
-        self.activation_layers = []
-        if self.activation is not None:
-            for runner in (reference, quantized):
-                self.activation_layers.append(runner.network.layers[self.activation.name])
+        self.networks = (reference.network, quantized.network)
 
     def solve(self, mode: str, seed: int) -> RoundedWeight:
         """Solve the layer, and take of the solution what is better on all batches."""
@@ -243,9 +236,9 @@ class _LayerFinetuning:
         for target, output in zip(self.targets, self.quantized.compute(self.node), strict=True):
             if self.activation is not None:
                 name = next(iter(self.activation.inputs))
-                of_float, of_quantized = self.activation_layers
-                target = of_float(**{name: target.clone()})
-                output = of_quantized(**{name: output.clone()})
+                layers = [network.layers[self.activation.name] for network in self.networks]
+                target = layers[0](**{name: target.clone()})
+                output = layers[1](**{name: output.clone()})
             difference = channel_rows(self.layer, target - output)
             total = total + difference.double().square().sum(0)
         if not total.isfinite().all():

@@ -18,9 +18,14 @@ from torch import Tensor, nn
 from quantizer.algorithms.gptq.experts import round_experts
 from quantizer.algorithms.gptq.guidance import TokenWeights, token_weights, unguided_remarks
 from quantizer.algorithms.gptq.layers import RoundedLayers, round_layers
-from quantizer.algorithms.gptq.member import Member
 from quantizer.algorithms.gptq.settings import GPTAQConfig, GPTQConfig, QronosConfig
-from quantizer.algorithms.gptq.target import GptaqTarget, GptqTarget, Products, QronosTarget
+from quantizer.algorithms.gptq.target import (
+    GptaqTarget,
+    GptqTarget,
+    Member,
+    Products,
+    QronosTarget,
+)
 from quantizer.distributed import Ranks
 from quantizer.graph.ir import Graph
 from quantizer.graph.structure.definitions import InputGroup
@@ -289,35 +294,27 @@ class _SequentialRounding:
         """Round layers, whose weights are read once if they are on disk."""
         if gathered.gram.tokens == 0:
             return RoundedLayers({}, [Remark(name, UNREACHED) for name in gathered.names])
-        network = self.runner.network
-        weights = [network.layers[name].get_parameter("weight") for name in gathered.names]
-        with keep_loaded(weights):
-            return self._round_loaded(gathered)
-
-    def _round_loaded(self, gathered: _GatheredLayers) -> RoundedLayers:
-        """Round layers that share one value: either all of them are experts, or none is."""
         layers = {name: self.runner.network.layers[name] for name in gathered.names}
         specs = {name: self.task.specs[name, "weights"] for name in gathered.names}
         fixed = self.adjustment.qparams
+        # Either all layers that share one value are experts, or none is
         experts = {
             name: layer for name, layer in layers.items() if isinstance(layer, ExpertLinear)
         }
-        if experts:
-            return round_experts(
-                experts,
-                specs,
-                fixed,
-                gathered.products(),
-                tokens=gathered.gram.by_group,
-                target=self.target,
-            )
-        steps = steps_before_rounding(self.task, self.adjustment, layers)
-        members = []
-        for name, layer in layers.items():
-            step = steps.get(name)
-            member = Member.of(name, layer, specs[name], fixed.get(name), shared_step=step)
-            members.append(member)
-        return round_layers(members, gathered.products(), gathered.gram.tokens, self.target)
+        products = gathered.products()
+        with keep_loaded([layer.get_parameter("weight") for layer in layers.values()]):
+            if experts:
+                tokens = gathered.gram.by_group
+                return round_experts(
+                    experts, specs, fixed, products, tokens=tokens, target=self.target
+                )
+            steps = steps_before_rounding(self.task, self.adjustment, layers)
+            members = []
+            for name, layer in layers.items():
+                step = steps.get(name)
+                member = Member.of(name, layer, specs[name], fixed.get(name), shared_step=step)
+                members.append(member)
+            return round_layers(members, products, gathered.gram.tokens, self.target)
 
     def _quantized_weight(self, name: str) -> Tensor:
         """Return the rounded weight of a layer; to nearest, if the algorithm left it out."""

@@ -7,8 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from quantizer.algorithms.gptq.layers import NOT_STABLE, RoundedLayers, is_stable, round_layers
-from quantizer.algorithms.gptq.member import Member
-from quantizer.algorithms.gptq.target import GptqTarget, Products
+from quantizer.algorithms.gptq.target import GptqTarget, Member, Products
 from quantizer.config.model import QuantizationSpec
 from quantizer.layerwise.adjustment import Remark, RoundedWeight
 from quantizer.layerwise.gram import UNREACHED

@@ -114,11 +114,7 @@ def unguided_remarks(network: Network, task: Task) -> Iterator[Remark]:
 
 def _means(weights: Mapping[str, Tensor], ranks: Ranks) -> dict[str, float]:
     """Return the mean weight of the tokens of all ranks, by value."""
-    sums = {}
-    for value, weight in weights.items():
-        total = float(weight.sum())
-        tokens = len(weight)
-        sums[value] = (total, tokens)
+    sums = {value: (float(weight.sum()), len(weight)) for value, weight in weights.items()}
     totals: defaultdict[str, float] = defaultdict(float)
     counts: defaultdict[str, int] = defaultdict(int)
     for rank_sums in ranks.gather(sums, "weights of tokens"):
@@ -154,9 +150,8 @@ def _energies(
         for name, value in value_of_layer.items():
             layer = network.layers[name]
             start = layer.register_forward_pre_hook(_with_gradient, with_kwargs=True)
+            end = layer.register_forward_hook(_energy_hook(energies, value))
             hooks.callback(start.remove)
-            add_energies = _energy_hook(energies, value)
-            end = layer.register_forward_hook(add_energies)
             hooks.callback(end.remove)
         execution = network.start(batch.args, batch.kwargs)
         execution.advance()
@@ -173,10 +168,17 @@ def _drawn_gradient(output: Tensor, vocabulary: int, generator: torch.Generator)
     Outputs whose last axis is as long as the vocabulary are logits.
     """
     # A scalar has no last axis, and counts as one channel
-    width = output.shape[-1:].numel()
-    if width == vocabulary:
-        return _gradient_of_drawn_classes(output, generator)
-    return random_signs(output, generator)
+    if output.shape[-1:].numel() != vocabulary:
+        return random_signs(output, generator)
+    # That of the cross entropy is softmax minus one-hot. Each class is drawn from its softmax
+    probabilities = output.detach().float().softmax(-1)
+    by_token = probabilities.flatten(0, -2)
+    # The generator is the CPU's, so that all devices draw alike
+    drawn = torch.multinomial(by_token.cpu(), 1, generator=generator)
+    classes = drawn.to(output.device)
+    # by_token is a view of the probabilities, which change with it
+    by_token.scatter_add_(1, classes, by_token.new_full(classes.shape, -1.0))
+    return probabilities.to(output.dtype)
 
 
 def _vocabulary(network: Network) -> int:
@@ -214,31 +216,10 @@ def _energy_hook(energies: dict[str, Tensor], value: str) -> Callable[..., None]
 
     def after_forward(_: nn.Module, args: object, output: Tensor) -> None:
         tokens = output.shape[:-1].numel()
-        zeros = output.new_zeros(tokens, dtype=torch.float32)
-        energies.setdefault(value, zeros)
+        energies.setdefault(value, output.new_zeros(tokens, dtype=torch.float32))
         output.register_hook(add)  # type: ignore[no-untyped-call]
 
     def add(gradient: Tensor) -> None:
-        squares = gradient.float().square()
-        by_token = squares.sum(-1)
-        energies[value] += by_token.flatten()
+        energies[value] += gradient.float().square().sum(-1).flatten()
 
     return after_forward
-
-
-def _gradient_of_drawn_classes(logits: Tensor, generator: torch.Generator) -> Tensor:
-    """Return the gradient of the cross entropy by logits [..., classes]: softmax minus one-hot.
-
-    The class of each token is drawn from its softmax.
-    """
-    values = logits.detach().float()
-    probabilities = values.softmax(-1)
-    by_token = probabilities.flatten(0, -2)
-    # The generator is the CPU's, so that all devices draw alike
-    drawn = torch.multinomial(by_token.cpu(), 1, generator=generator)
-    classes = drawn.to(logits.device)
-    shape = classes.shape
-    minus_one = by_token.new_full(shape, -1.0)
-    # by_token is a view of the probabilities, which change with it
-    by_token.scatter_add_(1, classes, minus_one)
-    return probabilities.to(logits.dtype)

@@ -15,10 +15,16 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from quantizer.algorithms.gptq.member import Member, column_scales, scale_index
 from quantizer.algorithms.gptq.rows import ColumnScales, OpenGroups, round_columns
 from quantizer.algorithms.gptq.sweeps import Refinement, may_refit_scales
-from quantizer.algorithms.gptq.target import GptqTarget, Hessian, Products
+from quantizer.algorithms.gptq.target import (
+    GptqTarget,
+    Hessian,
+    Member,
+    Products,
+    column_scales,
+    scale_index,
+)
 from quantizer.config.model import QuantizationSpec
 from quantizer.layerwise.adjustment import Remark, RoundedWeight
 from quantizer.layerwise.clip_search import ClipSearch, clip_shares, group_size
@@ -183,7 +189,7 @@ def _with_searched_scales(
                 shares=clip_shares(member.spec),
                 shared_step=member.shared_step,
             )
-            member = member.with_fixed(search.qparams)
+            member = replace(member, qparams=search.qparams, is_fixed=True)
         searched.append(member)
     return searched
 

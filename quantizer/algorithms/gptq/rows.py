@@ -52,12 +52,6 @@ class OpenGroups:
         firsts = torch.stack([columns.min() for columns in self.columns])
         return {first: group for group, first in enumerate(firsts.tolist())}
 
-    @property
-    def is_in_order(self) -> bool:
-        """Return whether each group is rounded before the next one begins."""
-        places = torch.cat([*self.columns])
-        return bool((places.diff() > 0).all())
-
 
 @dataclass(frozen=True)
 class Factor:
@@ -172,7 +166,8 @@ class _GroupOpener:
         self._W = W
         self._M = M
         self._groups = groups
-        self._is_in_order = groups.is_in_order
+        # Whether each group is rounded before the next one begins
+        self._is_in_order = bool((torch.cat([*groups.columns]).diff() > 0).all())
         if self._is_in_order:
             return
         one = torch.eye(len(M), dtype=M.dtype, device=M.device)

@@ -16,8 +16,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from quantizer.algorithms.gptq.member import Member
 from quantizer.algorithms.gptq.rows import ColumnScales
+from quantizer.algorithms.gptq.target import Member
 from quantizer.layerwise.clip_search import has_row_scales
 from quantizer.numerics.qparams import QParams
 
@@ -59,9 +59,7 @@ class Refinement:
             self._refit_scales()
         depth = len(self.W)
         for start in range(0, depth, _COLUMNS_AT_ONCE):
-            stop = start + _COLUMNS_AT_ONCE
-            block = slice(start, stop)
-            self._recode(block)
+            self._recode(slice(start, start + _COLUMNS_AT_ONCE))
 
     def errors(self) -> Tensor:
         """Return the error of each row without the damping, float64 [rows]."""
@@ -79,10 +77,8 @@ class Refinement:
         scales = torch.split(self.columns.scale.T, rows)
         result = []
         for qparams, scale in zip(before, scales, strict=True):
-            shape = qparams.scale.shape
-            layer_scale = scale.reshape(shape).contiguous()
-            refitted = QParams(layer_scale, qparams.zero_point)
-            result.append(refitted)
+            layer_scale = scale.reshape(qparams.scale.shape).contiguous()
+            result.append(QParams(layer_scale, qparams.zero_point))
         return result
 
     def _residual(self, block: slice) -> Tensor:
@@ -96,14 +92,11 @@ class Refinement:
         """Set the scales of each group to the least-squares solution, group after group."""
         scale = self.columns.scale.clone()
         self.columns = replace(self.columns, scale=scale)
-        index = self.columns.index
-        sizes = index.bincount(minlength=len(scale))
+        sizes = self.columns.index.bincount(minlength=len(scale))
         start = 0
         for number, size in enumerate(sizes.tolist()):
-            stop = start + size
-            group = slice(start, stop)
-            self._refit_group(number, group)
-            start = stop
+            self._refit_group(number, slice(start, start + size))
+            start += size
 
     def _refit_group(self, number: int, group: slice) -> None:
         scale = self.columns.scale[number]

@@ -7,7 +7,7 @@ _SEARCH = "quantizer.algorithms.smoothquant.search:STEP"
 PLUGIN = Plugin(
     "smoothquant",
     rank=20,
-    parts={FIT_INPUTS: "quantizer.algorithms.smoothquant.fitting:smooth_normalized_inputs"},
+    parts={FIT_INPUTS: "quantizer.algorithms.smoothquant.smoothquant:smooth_normalized_inputs"},
     search=_SEARCH,
     algorithms={"smoothquant": ListedAlgorithm(_SETTINGS, aliases=("smooth",))},
 )

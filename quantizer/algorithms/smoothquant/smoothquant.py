@@ -10,18 +10,24 @@ Large Language Models" (arXiv 2211.10438), section 4.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import chain
 
 import torch
 from torch import Tensor, nn
 
 from quantizer.algorithms.smoothquant.settings import SmoothQuantConfig
+from quantizer.config.json_types import JsonObject
 from quantizer.config.model import CAST_ONLY, QuantizationSpec
+from quantizer.config.wording import counted, first_names
 from quantizer.distributed import ALONE, Ranks
 from quantizer.graph.edits import by_channel, rescale_weight
 from quantizer.graph.structure.definitions import InputGroup
+from quantizer.graph.structure.find import find_structure
 from quantizer.layerwise.adjustment import Adjustment, Remark, Task, apply_adjustment
 from quantizer.layerwise.fold import (
     admissible,
@@ -37,8 +43,12 @@ from quantizer.layerwise.round_to_nearest import nearest, nearest_qparams, sampl
 from quantizer.layerwise.sequential_runner import observe_all
 from quantizer.nn.network import Network
 from quantizer.nn.quantizer import TensorQuantizer
+from quantizer.numerics.codes import bits_of
 from quantizer.numerics.qparams import QParams, qparams_from_range
 from quantizer.observers import NonFiniteError, code_range_of
+from quantizer.plan.fit.fitted_config import can_rescale, input_spec
+from quantizer.plan.fit.fitted_layers import behind_norms
+from quantizer.plan.fit.fitting import Fitting
 
 _SAMPLED_INPUTS = 512
 """Inputs of a layer that the search for alpha looks at: rows, or patches of a convolution."""
@@ -58,10 +68,7 @@ def smoothquant(task: Task, settings: SmoothQuantConfig, adjustment: Adjustment)
     Raises:
         DataError: a value in the network is not finite; layer and batch are named.
     """
-
-    def is_smoothed(group: InputGroup) -> bool:
-        return _is_smoothed(task, group)
-
+    is_smoothed = partial(_is_smoothed, task)
     all_groups, _ = shared_folds(task.graph, task.structure.groups, is_smoothed, adjustment)
     if not settings.online and not task.done:
         smoothed = [group for group in all_groups if is_smoothed(group)]
@@ -344,3 +351,62 @@ class _SampledInputs:
         rows = torch.cat(self._rows, 1)
         stride = -(-rows.shape[1] // _SAMPLED_INPUTS)
         return rows[:, ::stride]
+
+
+_SMOOTHED_BITS = 8
+_SMOOTHQUANT = {"name": "smoothquant", "alpha": 0.5, "scale_clamp_min": 0.001}
+"""The entry of the preset smoothquant_int8."""
+
+
+def smooth_normalized_inputs(fitting: Fitting) -> None:
+    """Add SmoothQuant where linear layers read a normalization through one static scale."""
+    algorithms = fitting.config.algorithms
+    is_rescaled = any(algorithm.stage == "rescale" for algorithm in algorithms)
+    if fitting.is_for_dpu or is_rescaled:
+        return
+    layers = []
+    for layer in behind_norms(fitting.graph):
+        spec = input_spec(fitting.plan, layer)
+        if spec is not None and _has_one_static_scale(spec):
+            layers.append(layer)
+    if not layers:
+        return
+    groups = find_structure(fitting.graph).groups
+    rescalable = set(chain(*(group.layers for group in groups if can_rescale(group))))
+    if rescalable.isdisjoint(layers):
+        return
+    key = "algorithms"
+    if fitting.is_hierarchical:
+        key = "pre_quant_opt_config"
+    names = first_names(fitting.names(layers), 2)
+    fitting.change(
+        _with_smoothquant(fitting.document, key, is_for_checkpoints=fitting.is_hierarchical),
+        f"smoothquant added to {key}: {counted(len(layers), 'linear layer')} behind a "
+        f"normalization ({names}), where a few channels are far larger than the others and one "
+        "static range leaves few codes for these",
+    )
+
+
+def _with_smoothquant(
+    document: JsonObject, key: str, *, is_for_checkpoints: bool
+) -> JsonObject:
+    """Return the document with SmoothQuant before the other algorithms of a key.
+
+    Checkpoints have no place for operators that it would insert.
+    """
+    changed = copy.deepcopy(document)
+    entry: JsonObject = dict(_SMOOTHQUANT)
+    if is_for_checkpoints:
+        entry["online"] = False
+    others = changed.get(key) or []
+    if isinstance(others, dict):
+        others = [others]
+    changed[key] = [entry, *others]
+    if not others and key != "algorithms":
+        changed[key] = entry
+    return changed
+
+
+def _has_one_static_scale(spec: QuantizationSpec) -> bool:
+    is_static = spec.is_scaled and not spec.is_dynamic
+    return is_static and spec.qscheme == "per_tensor" and bits_of(spec) <= _SMOOTHED_BITS

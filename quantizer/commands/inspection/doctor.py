@@ -38,7 +38,7 @@ from quantizer.plan.resolve import NO_RULES
 from quantizer.plan.size import weight_bytes
 from quantizer.plugins import plugins
 from quantizer.printable import json_text, one_line
-from quantizer.sources.batches import Batch, Fingerprint
+from quantizer.sources.batches import Fingerprint
 from quantizer.sources.data import Batches
 from quantizer.storage import process_memory
 
@@ -254,7 +254,9 @@ def check_data(batches: Batches) -> Iterator[CheckResult]:
     deviations: dict[str, list[float]] = {}
     for batch in islice(iter(batches), MAX_CHECKED_BATCHES):
         sizes.append(batch.size)
-        digests[_digest(batch)] += 1
+        fingerprint = Fingerprint()
+        fingerprint.update(batch)
+        digests[fingerprint.digest] += 1
         for name, tensor in batch.tensors():
             if tensor.is_floating_point() and tensor.numel():
                 deviation = float(tensor.float().std(unbiased=False))
@@ -295,12 +297,6 @@ def check_data(batches: Batches) -> Iterator[CheckResult]:
             yield _data("warning", text, remedy)
 
 
-def _digest(batch: Batch) -> str:
-    fingerprint = Fingerprint()
-    fingerprint.update(batch)
-    return str(fingerprint.to_json()["digest"])
-
-
 def check_planned_tensors(plan: Plan) -> Iterator[CheckResult]:
     """Check what would stay in float, lose accuracy or run slowly."""
     if not plan.tensors:
@@ -319,9 +315,12 @@ def check_planned_tensors(plan: Plan) -> Iterator[CheckResult]:
         names = [f"{name} ({count})" for name, count in sorted(unknown.items())]
         text = f"stay in float, because no rule covers them: {first_names(names)}"
         yield _plan("note", text, "docs/operators.md lists the operators")
-    uneven = [
-        name for name in _single_scales(plan) if _channel_ratio(plan, name) > MAX_CHANNEL_RATIO
-    ]
+    uneven = []
+    for (name, role), tensor in plan.tensors.items():
+        spec = tensor.spec
+        is_single = role == "weights" and spec.qscheme == "per_tensor" and spec.dtype == "int"
+        if is_single and _channel_ratio(plan, name) > MAX_CHANNEL_RATIO:
+            uneven.append(name)
     if uneven:
         text = "one scale serves channels whose ranges differ by more than "
         text += f"{MAX_CHANNEL_RATIO:g} times: weights of {first_names(uneven, 3)}"
@@ -335,14 +334,6 @@ def check_planned_tensors(plan: Plan) -> Iterator[CheckResult]:
         text = f"{static} activations of a language model have one static range each"
         remedy = "use is_dynamic, or SmoothQuant first: a few channels are often far wider"
         yield _plan("note", text, remedy)
-
-
-def _single_scales(plan: Plan) -> Iterator[str]:
-    """Yield the layers whose weight has one scale for all channels."""
-    for (name, role), tensor in plan.tensors.items():
-        spec = tensor.spec
-        if role == "weights" and spec.qscheme == "per_tensor" and spec.dtype == "int":
-            yield name
 
 
 def _channel_ratio(plan: Plan, name: str) -> float:

@@ -192,8 +192,11 @@ def _show_support(
     """Print the table, the approximations, the sources of limits, and the counts."""
     console = output.console(exact=view.is_exact)
     console.print(_support_table(graph, verdict_of, view))
-    for line in _approximations(graph, reference):
-        say(view.text(line))
+    for node in graph.nodes:
+        before = reference.by_name[node.name]
+        if (node.target, node.attrs) != (before.target, before.attrs):
+            described = _DESCRIPTIONS[node.op](node, before)
+            say(view.text(f"approximated: {node.name}: {described}"))
     sources = dict.fromkeys(verdict.source for verdict in verdict_of.values())
     for source in filter(None, sources):
         say(f"limits: {source}")
@@ -218,20 +221,6 @@ def _support_table(graph: Graph, verdicts: Mapping[str, Verdict], view: TableVie
         ranks.append(rank_of_device.get(verdict.device))
     titles = ("layer", "operator", "output", "device", "engine, or why not")
     return view.listing(titles, lines, ranks, idle="without computation")
-
-
-def _approximations(graph: Graph, reference: Graph) -> Iterator[str]:
-    """Yield a line for each layer that the DPU computes differently than the float network.
-
-    Args:
-        graph: after the passes for the DPU.
-        reference: the graph before.
-    """
-    for node in graph.nodes:
-        before = reference.by_name[node.name]
-        if (node.target, node.attrs) != (before.target, before.attrs):
-            describe = _DESCRIPTIONS[node.op]
-            yield f"approximated: {node.name}: {describe(node, before)}"
 
 
 def _average(node: Node, before: Node) -> str:

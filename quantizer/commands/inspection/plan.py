@@ -83,16 +83,13 @@ def plan(options: Options) -> None:
         "data": traced.filled,
     }
     refusals: dict[str, list[Refusal]] = {}
-    refused: dict[str, list[dict[str, Any]]] = {}
-    values: dict[str, tuple[str, ...]] = {}
     for target in options.for_:
-        refusals[target] = planned_refusals(
-            CHECKED_TARGETS[target], planned, read.config.algorithms
-        )
-        refused[target] = [asdict(refusal) for refusal in refusals[target]]
-        values[target] = planned_values(CHECKED_TARGETS[target], planned)
-    if refused:
-        content |= {"refused": refused, "stored_as_floats": values}
+        checked = CHECKED_TARGETS[target]
+        refusals[target] = planned_refusals(checked, planned, read.config.algorithms)
+        rows = [asdict(refusal) for refusal in refusals[target]]
+        content.setdefault("refused", {})[target] = rows
+        values = planned_values(checked, planned)
+        content.setdefault("stored_as_floats", {})[target] = values
     if traced.way:
         content["synthetic_data"] = traced.way
     if options.file:
@@ -109,11 +106,11 @@ def plan(options: Options) -> None:
                 click.echo(remark)
     texts = []
     remedies: dict[str, None] = {}
-    for target, rows in refusals.items():
-        if rows:
+    for target, refused in refusals.items():
+        if refused:
             words = CHECKED_TARGETS[target].words
-            texts.append(f"{words} cannot express {counted(len(rows), 'tensor')}")
-        for refusal in rows:
+            texts.append(f"{words} cannot express {counted(len(refused), 'tensor')}")
+        for refusal in refused:
             remedies[refusal.help] = None
     if texts:
         raise UsageError("; ".join(texts), help="; ".join(remedies))

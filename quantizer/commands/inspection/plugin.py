@@ -1,4 +1,6 @@
-"""What the commands that look at a model before a calibration add."""
+"""What the commands that look at a model before a calibration add, and the one that compares
+configs and results.
+"""
 
 from quantizer.declarations import Command, Plugin
 
@@ -17,5 +19,13 @@ _PLAN = Command(
     "Show what a config does to a model, without calibrating.",
     9,
 )
+_DIFF = Command(
+    "quantizer.commands.inspection.diff:diff",
+    "Show what differs between two configs or two result folders.",
+    14,
+)
 
-PLUGIN = Plugin("inspection", commands={"doctor": _DOCTOR, "inspect": _INSPECT, "plan": _PLAN})
+PLUGIN = Plugin(
+    "inspection",
+    commands={"doctor": _DOCTOR, "inspect": _INSPECT, "plan": _PLAN, "diff": _DIFF},
+)

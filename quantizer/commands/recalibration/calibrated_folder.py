@@ -3,6 +3,7 @@
 import re
 from collections.abc import Container, Mapping
 from functools import cached_property
+from itertools import chain
 from pathlib import Path
 
 import torch
@@ -105,18 +106,11 @@ class CalibratedFolder:
         if file:
             return parse_document(Text(file["name"], file["text"]))
         resolved = read_json(self.opened.files[RESOLVED_CONFIG_FILE])
-        return Document.of(resolved, self._config_name())
-
-    def _config_name(self) -> str:
-        """Return the name of the config from the first origin that has one, such as "config"
-        from "config:12:5".
-        """
-        for tensor in self.planned.values():
-            for origin in tensor["origins"].values():
-                if origin != "default":
-                    name = re.match(r"\w+", origin)
-                    return name[0] if name else "config"
-        return "config"
+        origins = [tensor["origins"].values() for tensor in self.planned.values()]
+        stated = (origin for origin in chain(*origins) if origin != "default")
+        # Such as "config" of "config:12:5"
+        name = re.match(r"\w+", next(stated, ""))
+        return Document.of(resolved, name[0] if name else "config")
 
     def statistics(self) -> ObserverStates:
         """Return the states of the observers of the calibration, by layer and role."""
@@ -175,8 +169,7 @@ class CalibratedFolder:
         """Write weights with new scales and statistics, copy the other files, and return the
         sha256 of each.
         """
-        tensors: dict[str, Tensor] = {}
-        tensors |= deferred_shards(WEIGHTS_FILE, self.opened.files)
+        tensors: dict[str, Tensor] = {**deferred_shards(WEIGHTS_FILE, self.opened.files)}
         for (_, role), entry in entries.items():
             for part in ("scale", "zero_point"):
                 name = f"{entry['module']}.quantizers.{role}.{part}"
@@ -206,11 +199,13 @@ class CalibratedFolder:
         widths: dict[Key, float] = {}
         for layer, roles in entries.items():
             for role, entry in roles.items():
-                if is_parameter(role) or not _has_integer_range(entry):
+                spec = entry["spec"]
+                if is_parameter(role) or spec["dtype"] != "int" or "scale" not in entry:
                     continue
-                scale = torch.tensor(entry["scale"]).max()
-                bit_width = entry["spec"]["bit_width"]
-                widths[layer, role] = float(scale) * 2.0**bit_width
+                ends = [entry.get("observed_min", 0), entry.get("observed_max", 0)]
+                if torch.tensor(ends).any():
+                    scale = torch.tensor(entry["scale"]).max()
+                    widths[layer, role] = float(scale) * 2.0 ** spec["bit_width"]
         joins: dict[str, JsonObject] = {}
         all_left: set[Key] = set()
         decisions = decide_joins_again(stored_joins(self.header), widths)
@@ -236,14 +231,6 @@ def _observed_tensors(row: JsonMapping) -> JsonObject:
     are included.
     """
     return {**row.get("tensors", {}), **row.get("left_by_joins", {})}
-
-
-def _has_integer_range(entry: JsonMapping) -> bool:
-    """Return whether a tensor of quant_info.json is quantized to integers and not all zero."""
-    if entry["spec"]["dtype"] != "int" or "scale" not in entry:
-        return False
-    ends = [entry.get("observed_min", 0), entry.get("observed_max", 0)]
-    return bool(torch.tensor(ends).any())
 
 
 def _replanned(

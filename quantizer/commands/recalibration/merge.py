@@ -133,20 +133,16 @@ def _merge(places: list[Path], folder: Path, options: Options) -> Outcome:
             kept=first.solution.kept,
         )
         state = steps.run_calibration(request)
-        command = ("merge", _command(options, places))
+        # Only the options that affect the results
+        words = option_words(options, ("model", "weights", "trust"))
+        merged = [without_folders(str(place)) for place in places]
+        command = ("merge", ["quantizer", "merge", *merged, *words])
         write_calibration(folder, request, state, original, command=command, origins=origins)
     tensors = len(state.plan.tensors)
     seen = state.calibration.batches
     content = {"tensors": tensors, "batches": seen, "results": str(folder)}
     line = f"{counted(tensors, 'tensor')} calibrated on {counted(seen, 'batch')}"
     return Outcome({}, content, [f"{line}; results: {folder}"])
-
-
-def _command(options: Options, places: Sequence[Path]) -> list[str]:
-    """Return the command of a merge, with only the options that affect its results."""
-    folders = [without_folders(str(place)) for place in places]
-    words = option_words(options, ("model", "weights", "trust"))
-    return ["quantizer", "merge", *folders, *words]
 
 
 def _require_mergeable(infos: Sequence[QuantInfo], config: ResolvedConfig) -> None:
@@ -174,7 +170,14 @@ def _require_mergeable(infos: Sequence[QuantInfo], config: ResolvedConfig) -> No
                 raise ResultError(f"{text}: {why}", help=_TOGETHER)
         for why in _setting_differences(first.header, info.header):
             raise ResultError(f"{text}: {why}", help=_ALIKE)
-    for why in _insufficient(first.header, config):
+    reasons: list[str] = []
+    for algorithm in config.algorithms:
+        if algorithm.needs_data:
+            reasons.append(
+                f"{algorithm.name} needs the values that layers read, and statistics do not "
+                "hold them"
+            )
+    for why in (*reasons, *why_statistics_insufficient(first.header, "merge")):
         raise ResultError(f"{first.folder} cannot be merged: {why}", help=_TOGETHER)
 
 
@@ -200,17 +203,6 @@ def _setting_differences(first: Mapping[str, Any], other: Mapping[str, Any]) -> 
     for key, sentence in sentences.items():
         if first.get(key) != other.get(key):
             yield sentence
-
-
-def _insufficient(header: Mapping[str, Any], config: ResolvedConfig) -> Iterator[str]:
-    """Yield sentences that say what a calibration needs besides statistics."""
-    for algorithm in config.algorithms:
-        if algorithm.needs_data:
-            yield (
-                f"{algorithm.name} needs the values that layers read, and statistics do not "
-                "hold them"
-            )
-    yield from why_statistics_insufficient(header, "merge")
 
 
 def _merged_data(infos: Sequence[QuantInfo]) -> dict[str, Any]:

@@ -1,12 +1,17 @@
-"""What the commands for a first config add."""
+"""What the commands for a first config add, and the one that converts a config."""
 
 from quantizer.declarations import Command, Plugin
 
 _DEMO = Command(
-    "quantizer.commands.start.demo:demo",
+    "quantizer.commands.start.start:demo",
     "Write a small trained example to try the commands on.",
     1,
 )
-_INIT = Command("quantizer.commands.start.init:init", "Write a config to start from.", 3)
+_INIT = Command("quantizer.commands.start.start:init", "Write a config to start from.", 3)
+_CONVERT = Command(
+    "quantizer.commands.start.convert:convert",
+    "Convert a config to the other form, layered or hierarchical.",
+    5,
+)
 
-PLUGIN = Plugin("start", commands={"demo": _DEMO, "init": _INIT})
+PLUGIN = Plugin("start", commands={"demo": _DEMO, "init": _INIT, "convert": _CONVERT})

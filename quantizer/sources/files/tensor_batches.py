@@ -79,10 +79,14 @@ def tensor_batches(
     pending: NamedTensors = {}
     for path in paths:
         named = _named_tensors(path, arguments, max_unpacked)
+        if pending and _sample_kinds(pending) != _sample_kinds(named):
+            raise DataError(
+                f"{path} does not go with the files before it: {_describe_tensors(named)} "
+                f"after {_describe_tensors(pending)}"
+            )
         if pending:
-            pending = _concatenate_samples(pending, named, path)
-        else:
-            pending = named
+            named = {name: torch.cat([pending[name], named[name]]) for name in pending}
+        pending = named
         while _count_samples(pending) >= size:
             first = {name: tensor[:size] for name, tensor in pending.items()}
             yield _as_batch(first, arguments)
@@ -141,25 +145,6 @@ def _check_samples(path: Path, named: Mapping[str, Tensor]) -> None:
         raise DataError(
             f"the tensors of {path} differ in dimension 0, the samples: {first_names(shapes)}"
         )
-
-
-def _concatenate_samples(first: NamedTensors, second: NamedTensors, path: Path) -> NamedTensors:
-    """Return the samples of two files one after the other.
-
-    Args:
-        first: the tensors of the files so far.
-        second: the tensors of the next file.
-        path: the next file.
-
-    Raises:
-        DataError: the tensors have other names, dtypes or shapes.
-    """
-    if _sample_kinds(first) != _sample_kinds(second):
-        raise DataError(
-            f"{path} does not go with the files before it: {_describe_tensors(second)} after "
-            f"{_describe_tensors(first)}"
-        )
-    return {name: torch.cat([tensor, second[name]]) for name, tensor in first.items()}
 
 
 def _sample_kinds(named: NamedTensors) -> dict[str, tuple[torch.dtype, list[int]]]:

@@ -92,7 +92,12 @@ class Preprocess:
             self._check_pixels(size)
             image = image.resize(size, _pillow().Resampling[self.interpolation.upper()])
         if self.crop:
-            image = image.crop(_centre(image.size, self.crop))
+            width, height = image.size
+            if min(width, height) < self.crop:
+                raise DataError(f"is {width}x{height}, smaller than the crop of {self.crop}")
+            left = round((width - self.crop) / 2)
+            top = round((height - self.crop) / 2)
+            image = image.crop((left, top, left + self.crop, top + self.crop))
         width, height = image.size
         dtype = torch.float32 if image.mode == "F" else torch.uint8
         content = torch.frombuffer(bytearray(image.tobytes()), dtype=dtype)
@@ -230,20 +235,6 @@ def _require_same_shape(
                 f"gives {list(first)}",
                 help='set "resize" and "crop" in <--preprocess>',
             )
-
-
-def _centre(size: tuple[int, int], crop: int) -> tuple[int, int, int, int]:
-    """Return left, top, right and bottom of the square in the centre, in pixels.
-
-    Raises:
-        DataError: the image is smaller.
-    """
-    width, height = size
-    if min(width, height) < crop:
-        raise DataError(f"is {width}x{height}, smaller than the crop of {crop}")
-    left = round((width - crop) / 2)
-    top = round((height - crop) / 2)
-    return left, top, left + crop, top + crop
 
 
 def _images_in(folder: Path) -> list[Path]:

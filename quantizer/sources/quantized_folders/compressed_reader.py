@@ -19,29 +19,27 @@ from quantizer.config.wording import quoted
 from quantizer.errors import ModelError
 from quantizer.numerics.granularity import BlockSize, block_counts
 from quantizer.sources.files.json_files import FLOAT_FOLDER_HELP
-from quantizer.sources.quantized_folders.float_readers import (
+from quantizer.sources.quantized_folders.layer_readers import (
     BLOCK_SCALE_DTYPES,
     read_block_size,
     row_blocks,
     scale_shape_of,
     spread_blocks,
 )
-from quantizer.sources.quantized_folders.grouped_codes import (
-    GroupedCodes,
-    column_groups,
-    float_scales,
-    unpack_fp4,
-    unpack_words,
-    words_of,
-)
 from quantizer.sources.quantized_folders.stored_layer import (
     FLOAT8_DTYPES,
     INTEGERS,
     SCALE_DTYPES,
     DequantizedLayer,
+    GroupedCodes,
     MethodSettings,
     StoredLayer,
+    column_groups,
+    float_scales,
     listed_groups,
+    unpack_fp4,
+    unpack_words,
+    words_of,
 )
 from quantizer.storage.deferred_tensor import DeferredTensor
 
@@ -313,10 +311,15 @@ def _checked(layer: StoredLayer, scheme: WeightScheme) -> _CompressedWeight:
         bits = scheme.bits
         shape = _packed_shape(layer, bits)
     elif is_packed:
-        shape = _fp4_shape(layer, scheme.bits)
+        rows, pairs = layer.part(_PACKED, [torch.uint8]).shape
+        if scheme.bits != 4:
+            raise layer.damage(_PACKED, f"has floats of {scheme.bits} bits, not of 4")
+        shape = (rows, 2 * pairs)
         scale_dtypes = _FP4_SCALE_DTYPES
     else:
-        shape = _unpacked_shape(layer, is_integer)
+        dtypes = [torch.int8] if is_integer else FLOAT8_DTYPES
+        rows, columns = layer.part(_WEIGHT, dtypes).shape
+        shape = (rows, columns)
     scale_shape = scale_shape_of(layer, _SCALE, scale_dtypes)
     is_matrix = layer.parts[_SCALE].dim() == 2
     if scheme.block_size is not None:
@@ -351,29 +354,6 @@ def _packed_shape(layer: StoredLayer, bits: int) -> tuple[int, int]:
             f"has the shape {list(words.shape)}, which does not hold {[rows, columns]} codes "
             f"of {bits} bits",
         )
-    return (rows, columns)
-
-
-def _fp4_shape(layer: StoredLayer, bits: int) -> tuple[int, int]:
-    """Return the shape of a weight in fp4.
-
-    Raises:
-        ModelError: it is in a float format of another width.
-    """
-    packed = layer.part(_PACKED, [torch.uint8])
-    if bits != 4:
-        raise layer.damage(_PACKED, f"has floats of {bits} bits, not of 4")
-    rows, pairs = packed.shape
-    return (rows, 2 * pairs)
-
-
-def _unpacked_shape(layer: StoredLayer, is_integer: bool) -> tuple[int, int]:
-    """Return the shape of a weight with a byte for each code.
-
-    Raises:
-        ModelError: it has another dtype than its scheme.
-    """
-    rows, columns = layer.part(_WEIGHT, [torch.int8] if is_integer else FLOAT8_DTYPES).shape
     return (rows, columns)
 
 

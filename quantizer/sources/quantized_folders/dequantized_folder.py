@@ -21,14 +21,18 @@ from quantizer.sources.files.json_files import (
 )
 from quantizer.sources.hugging_face.deferred_checkpoint import Dequantize
 from quantizer.sources.quantized_folders.compressed_reader import CompressedTensorsReader
-from quantizer.sources.quantized_folders.float_readers import Fp8Reader, Mxfp4Reader
+from quantizer.sources.quantized_folders.layer_readers import (
+    AwqReader,
+    Fp8Reader,
+    GptqReader,
+    Mxfp4Reader,
+)
 from quantizer.sources.quantized_folders.stored_layer import (
     FLOAT8_DTYPES,
     LayerReader,
     MethodSettings,
     split_into_layers,
 )
-from quantizer.sources.quantized_folders.word_readers import AwqReader, GptqReader
 from quantizer.storage.deferred_tensor import DeferredTensor
 
 READERS: Mapping[str, Callable[[MethodSettings, torch.dtype], LayerReader]] = {

@@ -123,7 +123,9 @@ def match_batch_norms(module: nn.Module, noise: Batch, scaling: Scaling) -> Batc
     adam = torch.optim.Adam(values, lr=rate, eps=1e-8 / scaling.gain)
     with _without_parameter_gradients(module):
         for step in range(STEPS):
-            adam.param_groups[0]["lr"] = rate * _cosine(step / STEPS)
+            # From 1 to 0
+            share = (1 + math.cos(math.pi * (step / STEPS))) / 2
+            adam.param_groups[0]["lr"] = rate * share
             distance = _distance_on(module, _filled(noise, values))
             if not distance.requires_grad:
                 raise DataError(
@@ -246,11 +248,6 @@ def _distance(layer: nn.Module, values: Tensor) -> Tensor:
     ratio = variance / stored
     divergence: Tensor = (ratio + shift - 1 - ratio.log()) / 2
     return divergence.mean()
-
-
-def _cosine(progress: float) -> float:
-    """Return the share of the learning rate, from 1 at progress 0 to 0 at progress 1."""
-    return (1 + math.cos(math.pi * progress)) / 2
 
 
 def _device_of(module: nn.Module) -> torch.device:

@@ -177,7 +177,8 @@ def _token_batches(data: NamedData, module: nn.Module, example: Batch) -> Batche
     samples = data.samples or DEFAULT_SEQUENCES
     size = data.batch_size or 1
     way = f"{counted(samples, 'sequence')} of {length} tokens sampled from the model"
-    first = first_tokens(samples, vocabulary, data.seed)
+    generator = torch.Generator().manual_seed(data.seed)
+    first = torch.randint(vocabulary, (samples, 1), generator=generator)
 
     def starts() -> Iterator[Batch]:
         for part in torch.split(first, size):
@@ -274,12 +275,6 @@ def _refusal(module: nn.Module, reason: str) -> DataError:
         "does not predict the next token",
         help="give real data with <--data>",
     )
-
-
-def first_tokens(count: int, vocabulary: int, seed: int) -> Tensor:
-    """Return the first token of each sequence, [count, 1], drawn uniformly."""
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randint(vocabulary, (count, 1), generator=generator)
 
 
 def sample_tokens(

@@ -1,16 +1,23 @@
 """Read documents from text files. A `.txt` file is one. In files of rows, each row is one, with
-its text or its messages. Rows may name images or have them.
+its text or its messages. Rows may name images or have them. A `.parquet` file is read in
+another process and within limits.
 """
 
+import base64
+import importlib
+import importlib.util
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from quantizer import plugins
 from quantizer.config.wording import a_kind
-from quantizer.errors import DataError
+from quantizer.errors import DataError, pip_line
 from quantizer.sources.files.json_files import parse_object, read_text
+from quantizer.sources.files.tensor_files import reading
+from quantizer.storage.child_process import run_apart
 from quantizer.storage.system_calls import require_file_or_folder
 
 TEXT = "text"
@@ -62,11 +69,9 @@ def read_documents(path: Path) -> Iterator[Document]:
             the package that reads the file is missing.
     """
     read = _READERS.get(path.suffix.lower(), _read_rows)
-    try:
+    with reading(path, DataError):
         require_file_or_folder(path)
         yield from read(path)
-    except OSError as cause:
-        raise DataError(f"{path} cannot be read: {cause.strerror or cause}") from cause
 
 
 def _read_text(path: Path) -> Iterator[Document]:
@@ -119,7 +124,11 @@ def _document(place: str, row: Mapping[str, Any]) -> Document:
         return Document(place, text)
     messages = row.get(MESSAGES)
     if isinstance(messages, list) and messages and all(map(_is_message, messages)):
-        return Document(place, [_without_nulls(message) for message in messages])
+        # Rows of Parquet have null for what is absent, and a template would write it as None
+        content: list[Any] = []
+        for message in messages:
+            content.append({key: part for key, part in message.items() if part is not None})
+        return Document(place, content)
     for name, value in ((TEXT, text), (MESSAGES, messages)):
         if value is not None:
             message = f"{name} of {place} is {a_kind(value)}"
@@ -139,13 +148,6 @@ def _is_message(value: Any) -> bool:
     if not isinstance(value, dict) or value.get(_ROLE) is None:
         return False
     return value.get(_CONTENT) is not None or bool(value.get(_TOOL_CALLS))
-
-
-def _without_nulls(message: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a message without null values, which rows of Parquet have for absent ones, and
-    which a template would write as None.
-    """
-    return {key: value for key, value in message.items() if value is not None}
 
 
 def _with_images(document: Document, row: Mapping[str, Any], folder: Path) -> Document:
@@ -221,3 +223,73 @@ def _without_path(part: Any, paths: list[Any]) -> Any:
         if part.get(key) is not None:
             paths.append(part[key])
     return {"type": IMAGE}
+
+
+_BASE64 = "base64 of bytes"
+
+
+def read_rows(path: Path) -> list[Any]:
+    """Return the rows of a file.
+
+    Raises:
+        DataError: it cannot be read, has neither texts nor messages, or pyarrow is missing.
+    """
+    if importlib.util.find_spec("pyarrow") is None:
+        raise DataError(
+            f"{path} needs the package pyarrow, which is missing", help=pip_line("parquet")
+        )
+    what = f"reading {path}"
+    rows = run_apart(partial(_parquet_rows, path), what, DataError, size=path.stat().st_size)
+    return [_with_bytes(row) for row in rows]
+
+
+def _parquet_rows(path: Path) -> list[Any]:
+    """Return the rows of a file. A few bytes can stand for any number of values.
+
+    Raises:
+        DataError: the file cannot be read, or has neither texts nor messages.
+    """
+    arrow = importlib.import_module("pyarrow")
+    parquet = importlib.import_module("pyarrow.parquet")
+    rows: list[Any] = []
+    try:
+        with parquet.ParquetFile(path) as file:
+            names = file.schema_arrow.names
+            columns = [name for name in (TEXT, MESSAGES) if name in names]
+            if not columns:
+                raise DataError(
+                    f"{path} has no column text or messages, but {', '.join(names)}",
+                    help="rename the column of the texts to text",
+                )
+            columns += [name for name in (IMAGE, IMAGES) if name in names]
+            # Threads of a fork's parent are not in the fork
+            for batch in file.iter_batches(columns=columns, use_threads=False):
+                rows += map(_with_texts, batch.to_pylist())
+    except arrow.ArrowException as cause:
+        message = f"{path} cannot be read as Parquet: {cause}"
+        raise DataError(message) from cause
+    return rows
+
+
+def _with_texts(value: Any) -> Any:
+    """Return a value of a row in JSON: bytes become an object with one key."""
+    if isinstance(value, bytes):
+        return {_BASE64: base64.b64encode(value).decode()}
+    if isinstance(value, dict):
+        return {name: _with_texts(item) for name, item in value.items()}
+    if isinstance(value, list):
+        return list(map(_with_texts, value))
+    if isinstance(value, (str, int, float)) or value is None:
+        return value
+    return str(value)
+
+
+def _with_bytes(value: Any) -> Any:
+    """Return the value that `_with_texts` described."""
+    if isinstance(value, list):
+        return list(map(_with_bytes, value))
+    if not isinstance(value, dict):
+        return value
+    if value.keys() == {_BASE64}:
+        return base64.b64decode(value[_BASE64])
+    return {name: _with_bytes(item) for name, item in value.items()}

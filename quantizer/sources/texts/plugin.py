@@ -13,7 +13,7 @@ PLUGIN = Plugin(
             "texts",
             "text",
             "quantizer.sources.texts.text:open_texts",
-            (".txt", ".jsonl"),
+            (".txt", ".jsonl", ".parquet"),
             options={
                 "tokenizer": "For texts: a tokenizer.json or its folder, if MODEL has none.",
                 "seq_len": "For texts: tokens per sample.  [default: as calibrated, or 512]",
@@ -26,5 +26,6 @@ PLUGIN = Plugin(
             refusal=("the data is not text", "give <--data FILE.txt>, or leave out the option"),
         ),
     ),
-    packages={"llm": ("tokenizers",)},
+    parts={"read rows of .parquet files": "quantizer.sources.texts.documents:read_rows"},
+    packages={"llm": ("tokenizers",), "parquet": ("pyarrow",)},
 )

@@ -43,9 +43,8 @@ def load_tokenizer(spec: str | Path, *, trust: bool = False) -> TextTokenizer:
         file = path / _FILE
         if not file.is_file():
             tokenizer = _load_from_folder(path, trust)
-            if trust:
-                return TextTokenizer(tokenizer, str(path))
-            return TextTokenizer(tokenizer, str(path), size=_size(path))
+            size = None if trust else _size(path)
+            return TextTokenizer(tokenizer, str(path), size=size)
     if not file.is_file():
         raise DataError(f"there is no file or folder {path}", help=_FORMS)
     load_template = partial(_load_from_folder, file.parent, trust)
@@ -69,12 +68,8 @@ def _load_file(file: Path) -> Any:
 
 def _size(folder: Path) -> int:
     """Return the bytes of the files of a tokenizer."""
-    size = 0
-    for name in _FILES:
-        file = folder / name
-        if file.is_file():
-            size += file.stat().st_size
-    return size
+    files = [folder / name for name in _FILES]
+    return sum(file.stat().st_size for file in files if file.is_file())
 
 
 def _load_from_folder(folder: Path, trust: bool) -> Any:

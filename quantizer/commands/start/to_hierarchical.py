@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields
 
-from quantizer.commands.convert.findings import (
+from quantizer.commands.start.findings import (
     WEIGHTED,
     ConvertedDocument,
     alike,
@@ -110,7 +110,12 @@ class _Layered:
         top = self.merged([])
         for_all_weighted = [] if top else self._for_all_weighted(entries)
         self.entries = [rule for rule in entries if rule not in for_all_weighted]
-        self.network = self._for_network(top)
+        # Parameters are left to the global level where types are selected, as a pattern for
+        # all names would override these
+        self.network = {role: top[role] for role in top if role not in PARAMETERS}
+        by_type = any(rule.selector.kind == "type" for rule in self.entries)
+        if self.network and not by_type:
+            self.network = dict(top)
         if for_all_weighted:
             top = self.merged(for_all_weighted[:1])
         weighted = [role for role in top if role not in self.network]
@@ -182,14 +187,6 @@ class _Layered:
         rules = [optional[word] for word in WEIGHTED]
         specs = [specs_by_role(self.merged([rule])) for rule in rules]
         return rules if all(other == specs[0] for other in specs) else []
-
-    def _for_network(self, top: Mapping[Role, Fields]) -> dict[Role, Fields]:
-        """Return what holds for all layers. Parameters are left to the global level where types
-        are selected, as a pattern for all names would override these.
-        """
-        flowing = {role: stated for role, stated in top.items() if role not in PARAMETERS}
-        by_type = any(rule.selector.kind == "type" for rule in self.entries)
-        return flowing if by_type or not flowing else dict(top)
 
 
 def _level(stated: Mapping[Role, Fields]) -> JsonObject:

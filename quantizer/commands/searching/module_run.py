@@ -1,19 +1,23 @@
 """Runs `quantizer run` on the modules of a model that cannot be traced: only weights are
-quantized, and only files that need no graph are written. Holds what any run has done,
-for its verdict.
+quantized, the outputs are compared with those of the float model, and only files that need no
+graph are written. Holds what any run has done, for its verdict.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 
+import torch
 from rich.console import RenderableType
-from torch import nn
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from quantizer.calibration import steps
+from quantizer.calibration.events import Events, RunStage
 from quantizer.calibration.module_target import ModuleTarget
 from quantizer.calibration.request import CalibrationRequest
 from quantizer.cli import session
@@ -32,9 +36,11 @@ from quantizer.cli.run_folder import data_options, log_run
 from quantizer.cli.terminal.follow import progress, run_display
 from quantizer.cli.terminal.output import Outcome, metric_lines
 from quantizer.cli.terminal.render import say_note
-from quantizer.commands.run.module_scores import ModulePair
 from quantizer.commands.searching.divided_data import DividedData
 from quantizer.commands.searching.tuned_run import TunedRun
+from quantizer.comparison.output_comparison import require_same_shape
+from quantizer.comparison.output_figures import OutputFigures, PartFigures, leaves
+from quantizer.comparison.samples import SampleFinder
 from quantizer.config.diagnostics import pointing_into
 from quantizer.config.model import ResolvedConfig
 from quantizer.config.roles import is_parameter
@@ -46,12 +52,19 @@ from quantizer.errors import (
     UsageError,
     VerificationError,
 )
+from quantizer.evaluation.compare import over_batches
+from quantizer.evaluation.network_comparison import NetworkComparison
+from quantizer.evaluation.output_warnings import sample_warnings
+from quantizer.evaluation.paired_run import record_predictions
+from quantizer.evaluation.scores import Scores, in_pairs, log_warnings, measure
 from quantizer.export.agreement import Verification
+from quantizer.export.destinations import DESTINATIONS
 from quantizer.export.exporting import export_modules, planned_refusals, refuse
 from quantizer.export.saved_modules import save_verified
 from quantizer.export.summary import export_summary
 from quantizer.export.targets import EXPORTERS, FOLDER, checked_target
 from quantizer.graph.modules import Untraced, uncovered_modules
+from quantizer.graph.output_names import leaf_names, plain_output
 from quantizer.graph.tracing.parameters import replace_parameters
 from quantizer.plan.model import Plan
 from quantizer.plan.size import weight_bytes
@@ -59,12 +72,132 @@ from quantizer.report import tables
 from quantizer.report.verdict import VerdictFacts
 from quantizer.results.result_set import locked
 from quantizer.results.write import check_owner
+from quantizer.sources.batches import Batch, prefix_batch_errors
 from quantizer.sources.data import Batches
 from quantizer.sources.directions import BY_NAME
+from quantizer.sources.models import Evaluate
 from quantizer.sources.module_state import evaluating, without_cache
 from quantizer.sources.tensor_kinds import check_kinds
 from quantizer.sources.user_code import user_errors
 from quantizer.storage.deferred_tensor import DeferredTensor
+
+
+@dataclass(frozen=True)
+class ModulePair:
+    """A float model and the same model with quantized modules, on one device."""
+
+    reference: nn.Module
+    quantized: nn.Module
+    device: torch.device
+
+    def scores(
+        self,
+        batches: Batches,
+        events: Events,
+        *,
+        function: Evaluate | None,
+        check: Callable[[Collection[str]], None],
+    ) -> Scores:
+        """Run both models on all batches. Nothing is known of their layers.
+
+        Args:
+            batches: of evaluation data.
+            events: progress is reported there.
+            function: the user's `evaluate(model, data)`; None for the metrics of targets.
+            check: called with the names of the user's metrics before the models are compared.
+
+        Raises:
+            DataError: no batch, or an output of the float model is not finite.
+            ModelError: the outputs have other shapes.
+        """
+        measured = partial(
+            measure, batches=batches, device=self.device, events=events, function=function
+        )
+        before: Mapping[str, float] = {}
+        if function is not None:
+            before = measured(self.reference, label="evaluate float")
+            check(before.keys())
+        comparison = NetworkComparison([])
+        samples = SampleFinder(lambda batch: list(outputs_of(self.reference, batch).values()))
+        names = batches.arguments.names
+        marked = (batch.with_included(names) for batch in batches)
+        with RunStage(events, "test", batches.total) as stage:
+            over_batches(
+                stage.counted(self.moved(marked)),
+                lambda number, batch: self._add(comparison, number, batch, samples),
+            )
+        warnings = tuple(sample_warnings(leaves(comparison.outputs)))
+        log_warnings(warnings)
+        if function is None:
+            return Scores(comparison, comparison.pairs(), BY_NAME, warnings=warnings)
+        pairs = in_pairs(before, measured(self.quantized, label="evaluate quantized"))
+        return Scores(comparison, pairs, function.directions, warnings=warnings)
+
+    def moved(self, batches: Iterable[Batch]) -> Iterator[Batch]:
+        """Return batches on the device of the models."""
+        return (batch.to(self.device) for batch in batches)
+
+    def _add(
+        self, comparison: NetworkComparison, number: int, batch: Batch, samples: SampleFinder
+    ) -> None:
+        """Run both models on a batch, and add what it shows to the comparison."""
+        with prefix_batch_errors(number, batch):
+            reference = outputs_of(self.reference, batch)
+            quantized = outputs_of(self.quantized, batch)
+            names = list(reference)
+            known = names
+            if comparison.batches:
+                known = [figures.whole.name for figures in comparison.outputs]
+            if list(quantized) != names or known != names:
+                raise ModelError(
+                    "the model returns other outputs for other values: nothing can be compared",
+                    help="return the same outputs from forward() for all batches",
+                )
+            result = NetworkComparison([], outputs=_empty(names))
+            for index, (figures, x) in enumerate(
+                zip(result.outputs, reference.values(), strict=True)
+            ):
+                y = quantized[figures.whole.name]
+                require_same_shape(figures.whole.name, x, y)
+                rows = samples.rows(index, x, 0, batch)
+                mask = batch.included
+                # The second of two axes may be one of features
+                has_positions = x.dim() > 2
+                if has_positions and mask is not None and x.shape[:2] == mask.shape:
+                    tokens = mask.to(x.device)
+                    x = x[tokens].unsqueeze(0)
+                    y = y[tokens].unsqueeze(0)
+                    rows = None if rows is None else rows.of_tokens(mask)
+                figures.whole.add(x, y, rows=rows)
+            record_predictions(
+                result, batch, list(reference.values()), list(quantized.values())
+            )
+            if not comparison.batches:
+                comparison.outputs = _empty(names)
+            comparison.merge(result)
+
+
+def _empty(names: Sequence[str]) -> list[OutputFigures]:
+    """Return the figures of outputs without a batch."""
+    return [OutputFigures(PartFigures(name)) for name in names]
+
+
+@torch.no_grad()
+def outputs_of(model: nn.Module, batch: Batch) -> dict[str, Tensor]:
+    """Return the tensors that a model gives for a batch, by name.
+
+    Raises:
+        ModelError: the model fails.
+    """
+    with user_errors("running the model", ModelError):
+        output = plain_output(model(*batch.args, **batch.kwargs))
+    leaves = pytree.tree_leaves(output)
+    tensors = {}
+    for name, leaf in zip(leaf_names(output), leaves, strict=True):
+        if isinstance(leaf, Tensor):
+            tensors[name] = leaf
+    return tensors
+
 
 _SUFFIX = "-modules"
 _FAULT_HELP = "leave the layers that matter most in float: add them to exclude"
@@ -96,15 +229,6 @@ def require_weights_only(
             raise with_remedy(error, reason)
 
 
-def _load_values(model: nn.Module) -> None:
-    """Read the parameters of a model that are still in their files."""
-    tensors = {}
-    for name, parameter in model.named_parameters():
-        if isinstance(parameter, DeferredTensor):
-            tensors[name] = parameter.load()
-    replace_parameters(model, tensors)
-
-
 @dataclass(frozen=True)
 class RunOnModules:
     """A run whose model cannot be traced.
@@ -115,7 +239,6 @@ class RunOnModules:
         gates: of the run.
         destination: what its user calls the target.
         target: of `--deploy`.
-        state_target: that of a file with the state of the modules.
         error: why the model cannot be traced.
     """
 
@@ -124,7 +247,6 @@ class RunOnModules:
     gates: Sequence[Gate]
     destination: str
     target: str
-    state_target: str
     error: UntraceableError
 
     def run(self) -> FinishedRun:
@@ -141,7 +263,11 @@ class RunOnModules:
             require_known_names(self.gates, options)
         read = session.read_config_file(options.config_file)
         require_weights_only(model, read.config, self.error)
-        _load_values(model)
+        stored = {}
+        for name, parameter in model.named_parameters():
+            if isinstance(parameter, DeferredTensor):
+                stored[name] = parameter.load()
+        replace_parameters(model, stored)
         tensors = (*model.parameters(), *model.buffers())
         float_bytes = sum(tensor.nbytes for tensor in tensors)
         with user_errors("copying the model", ModelError):
@@ -226,7 +352,7 @@ class RunOnModules:
             return tested
         path, verified = self._written(pair, plan, batches, folder / FOLDER)
         is_state = path.name.endswith(_SUFFIX)
-        target = self.state_target if is_state else self.target
+        target = DESTINATIONS[self.destination].target if is_state else self.target
         report["exports"] = [export_summary(target, path, verified)]
         return replace(
             tested,

@@ -64,16 +64,6 @@ def _percent(part: float, whole: float) -> str:
     return f"{100 * part / whole:.1f} %" if whole else ""
 
 
-def unanalysed_lines(analysis: Analysis, view: TableView) -> list[str]:
-    """Return a line for each quantized weight whose width cannot be changed, with the
-    reason.
-    """
-    lines = []
-    for name, why in analysis.fixed_widths.items():
-        lines.append(view.text(f"not analysed: {name}: {why}"))
-    return lines
-
-
 def analysis_json(analysis: Analysis, choice: WidthChoice | None = None) -> JsonObject:
     """Return an analysis as JSON. Noise is relative to the energy of the output; it is None if
     the output is zero.

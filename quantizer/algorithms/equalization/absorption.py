@@ -202,11 +202,7 @@ def decide_absorption(graph: Graph, batches: Iterable[Batch]) -> Record:
 def refused_layers(record: Record) -> frozenset[str]:
     """Return the layers whose high biases stay."""
     rows = record.get("layers", {})
-    names = set()
-    for name, row in rows.items():
-        if not row["absorbed"]:
-            names.add(name)
-    return frozenset(names)
+    return frozenset(name for name, row in rows.items() if not row["absorbed"])
 
 
 def _decide(request: CalibrationRequest, state: CalibrationState) -> Record:
@@ -221,8 +217,17 @@ def _apply(
     """Make the passes and the plan again if some layers may not absorb biases."""
     if not refused_layers(record):
         return state
-    for sentence in _refused_sentences(record):
-        request.events.message(logging.INFO, sentence)
+    batches = counted(record["batches"], "calibration batch", "calibration batches")
+    for name, row in record["layers"].items():
+        if not row["absorbed"]:
+            absorbing = _ratio_text(row["absorbing_db"])
+            eight_bits = _ratio_text(row["eight_bits_db"])
+            sentence = (
+                f"the high biases of {name} stay: on {batches}, the output of {row['into']} "
+                f"has an SQNR of {absorbing} with absorbed biases, and of {eight_bits} with "
+                "8 bits"
+            )
+            request.events.message(logging.INFO, sentence)
     target = state.target.prepared(request.config, state.kept)
     return replace(state, target=target, plan=target.plan(request.config))
 
@@ -245,22 +250,6 @@ def _differences(first: Record, other: Record) -> Iterator[str]:
     refused = refused_layers(first) ^ refused_layers(other)
     for name in sorted(refused):
         yield f"only one of them absorbed the high biases of {name}"
-
-
-def _refused_sentences(record: Record) -> list[str]:
-    """Return a sentence on each layer whose high biases stay."""
-    sentences = []
-    for name, row in record.get("layers", {}).items():
-        if not row["absorbed"]:
-            absorbing = _ratio_text(row["absorbing_db"])
-            eight_bits = _ratio_text(row["eight_bits_db"])
-            batches = counted(record["batches"], "calibration batch", "calibration batches")
-            sentences.append(
-                f"the high biases of {name} stay: on {batches}, the output of {row['into']} "
-                f"has an SQNR of {absorbing} with absorbed biases, and of {eight_bits} with "
-                "8 bits"
-            )
-    return sentences
 
 
 def _ratio_text(ratio: float | None) -> str:

@@ -6,11 +6,11 @@ import sys
 from collections.abc import Sequence
 from contextlib import redirect_stdout
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 
 import click
 
+from quantizer.api.quantize import config_file
 from quantizer.cli import session
 from quantizer.cli.arguments.grouped_command import command
 from quantizer.cli.arguments.options import TARGET_OPTIONS, Options, option, takes
@@ -34,8 +34,12 @@ from quantizer.cli.terminal import output, process
 from quantizer.cli.terminal.follow import one_display
 from quantizer.cli.terminal.render import say_note
 from quantizer.cli.terminal.screen import notes_on_stderr
-from quantizer.commands.run.module_run import FinishedRun, RunOnModules, require_weights_only
 from quantizer.commands.searching.divided_data import data_of_run, divide_data
+from quantizer.commands.searching.module_run import (
+    FinishedRun,
+    RunOnModules,
+    require_weights_only,
+)
 from quantizer.commands.searching.trials import watched_data
 from quantizer.commands.searching.tuned_run import (
     TUNED_CONFIG,
@@ -44,8 +48,8 @@ from quantizer.commands.searching.tuned_run import (
     tune_config,
 )
 from quantizer.config.load import load_preset
-from quantizer.config.resources import preset_text, presets
-from quantizer.config.run_config import MadeFor, restored_if_refused, run_config
+from quantizer.config.resources import presets
+from quantizer.config.run_config import MadeFor, restored_if_refused
 from quantizer.errors import UntraceableError, UsageError
 from quantizer.export.destinations import (
     DESTINATIONS,
@@ -56,13 +60,12 @@ from quantizer.export.destinations import (
     preset_for,
 )
 from quantizer.export.exporting import require_extras, require_model
-from quantizer.export.sized_widths import SIZED, SizedRun, config_within, require_sized
+from quantizer.export.sized_widths import SIZED, SizedRun, require_sized
 from quantizer.export.targets import EXPORTERS, require_choices
 from quantizer.export.value_names import require_fitting_names
 from quantizer.export.without_codes import layers_to_leave
 from quantizer.graph.ir import Graph
 from quantizer.graph.modules import module_graph, untraced_part
-from quantizer.plan.fit.fitted_config import fitted_text
 from quantizer.printable import json_text
 from quantizer.report.verdict import verdict
 from quantizer.results.checkpoint import Checkpoints
@@ -345,9 +348,7 @@ def _on_modules(
             modules = module_graph(model)
             config_file = config_of_run(options, made_for, modules, opened, target=target)
             options = replace(options, config_file=config_file)
-        finished = RunOnModules(
-            options, opened, gates, name, target, destination.target, error
-        ).run()
+        finished = RunOnModules(options, opened, gates, name, target, error).run()
     if options.minutes and failed_gates(gates, finished.tested.metrics):
         say_note("note: no better config is looked for: that needs a trace")
     return finished
@@ -375,19 +376,8 @@ def config_of_run(
     options: Options, made_for: MadeFor, graph: Graph, opened: session.OpenedRun, *, target: str
 ) -> str:
     """Return the path of the run's config, and print what was fitted if it is a new one."""
-    preset = made_for.preset
-
-    def new_text() -> str:
-        """Return the preset, fitted to the model and the file."""
-        to_leave = layers_to_leave(target, options.target_choices)
-        text, changes = fitted_text(preset_text(preset), preset, graph, to_leave)
-        for change in changes:
-            say_note(change)
-        return text
-
     data = watched_data(options, opened.batches, graph)
     sized = SizedRun(opened.loaded.module, graph, data, say_note)
-    finish = partial(config_within, max_mb=made_for.max_mb, run=sized)
+    to_leave = layers_to_leave(target, options.target_choices)
     folder = from_start(options.output_dir)
-    path = run_config(folder, made_for, new_text, finish=finish, overwrite=options.overwrite)
-    return str(path)
+    return str(config_file(folder, made_for, sized, to_leave, overwrite=options.overwrite))

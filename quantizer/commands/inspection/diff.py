@@ -75,7 +75,7 @@ def diff(first: str, second: str, options: DiffOptions) -> None:
         _show_values(first, second, options)
         return
     # These import torch.
-    from quantizer.commands.diff.difference import of_configs, of_folders
+    from quantizer.commands.inspection.difference import of_configs, of_folders
     from quantizer.sources.directions import how_to_declare
 
     is_judged = options.fail_on is not None

@@ -10,22 +10,15 @@ from quantizer.cli.arguments.grouped_command import command
 from quantizer.cli.arguments.options import output_option, overwrite_option
 from quantizer.cli.arguments.places import PathType, write_output
 from quantizer.cli.terminal.render import print_diagnostics
-from quantizer.commands.convert.findings import (
-    WEIGHTED,
-    ConvertedDocument,
-    inexpressible,
-    one_per_reason,
-)
-from quantizer.commands.convert.to_hierarchical import to_hierarchical
-from quantizer.commands.convert.to_layered import to_layered
+from quantizer.commands.start.findings import ConvertedDocument, inexpressible, one_per_reason
+from quantizer.commands.start.to_hierarchical import to_hierarchical
+from quantizer.commands.start.to_layered import to_layered
 from quantizer.config.diagnostics import Diagnostics, Place, by_place
 from quantizer.config.document.document import Document
 from quantizer.config.forms.form import Form
 from quantizer.config.load import check_document, load_config
 from quantizer.config.model import ResolvedConfig
 from quantizer.errors import UsageError
-
-__all__ = ["WEIGHTED", "WRITERS", "ConvertedDocument", "convert_config"]
 
 WRITERS: Mapping[Form, Callable[[ResolvedConfig], ConvertedDocument]] = {
     "layered": to_layered,

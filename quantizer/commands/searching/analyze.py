@@ -17,9 +17,9 @@ from quantizer.cli.terminal import output
 from quantizer.cli.terminal.output import table_view
 from quantizer.cli.terminal.render import say_note
 from quantizer.cli.terminal.screen import notes_on_stderr
+from quantizer.commands.searching import sensitivity
 from quantizer.commands.searching.float_layers import cheapest_floats, measured_tensors
 from quantizer.commands.searching.trials import Subject, watched_data
-from quantizer.commands.tuning import sensitivity
 from quantizer.config.json_types import JsonMapping
 from quantizer.config.model import CAST_ONLY
 from quantizer.errors import UsageError
@@ -134,7 +134,10 @@ def analyze(options: AnalyzeOptions) -> None:
         if budget is not None:
             result.lines.append(f"config: {file}")
     if reported is not None:
-        _add_to_report(reported, result.content)
+        with locked_as_opened(reported.files):
+            path = reported.folder / ANALYSIS_FILE
+            write_json(path, reported.with_checksum(result.content))
+            write_report(open_written(reported.folder))
     if options.json:
         click.echo(json_text(result.content))
         return
@@ -202,7 +205,8 @@ def _print(result: AnalysisResult, options: AnalyzeOptions, *, stderr: bool) -> 
         lines.append(sensitivity.ablation_line(result.tensors))
     if result.analysis is not None:
         console.print(sensitivity.analysis_table(result.analysis, result.choice, view))
-        lines += sensitivity.unanalysed_lines(result.analysis, view)
+        for name, why in result.analysis.fixed_widths.items():
+            lines.append(view.text(f"not analysed: {name}: {why}"))
     if "stamp" in result.content:
         lines.append(f"note: these figures are of {result.content['stamp']}")
     for line in (*lines, *result.lines):
@@ -299,18 +303,6 @@ def _search_floats(subject: Subject, metric: str) -> AnalysisResult:
     return AnalysisResult(
         subject.original, search.to_json(), search.config, lines=lines, tensors=tensors
     )
-
-
-def _add_to_report(reported: QuantInfo, content: dict[str, Any]) -> None:
-    """Write the results into the folder of a calibration, and write its report again.
-
-    Raises:
-        ResultError: another calibration was written to the folder meanwhile.
-    """
-    folder = reported.folder
-    with locked_as_opened(reported.files):
-        write_json(folder / ANALYSIS_FILE, reported.with_checksum(content))
-        write_report(open_written(folder))
 
 
 def _analyze_widths(

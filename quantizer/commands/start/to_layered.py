@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from quantizer.commands.convert.findings import (
+from quantizer.commands.start.findings import (
     WEIGHTED,
     ConvertedDocument,
     alike,

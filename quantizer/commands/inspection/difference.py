@@ -220,7 +220,9 @@ def compare_sides(first: Side, second: Side) -> Difference:
     directions = second.directions.with_fallback(first.directions)
     result = Difference(rows, figures, worse=[], unknown=[])
     for name, values in figures.items():
-        if _is_derived(name, metrics):
+        # The metric that a figure is computed from is compared itself
+        bases = {name.removesuffix(suffix) for suffix in ("_float", DROP, RATIO)} - {name}
+        if not metrics.isdisjoint(bases):
             continue
         is_lower_better = directions.of_figure(name, metrics)
         if is_lower_better is None:
@@ -228,14 +230,6 @@ def compare_sides(first: Side, second: Side) -> Difference:
         elif _is_worse(*values, is_lower_better=is_lower_better):
             result.worse.append(name)
     return result
-
-
-def _is_derived(name: str, metrics: frozenset[str]) -> bool:
-    """Return whether a figure is computed from a metric. The metric is compared itself."""
-    for suffix in ("_float", DROP, RATIO):
-        if name.endswith(suffix) and name.removesuffix(suffix) in metrics:
-            return True
-    return False
 
 
 def _differing_tensor(

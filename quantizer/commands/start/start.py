@@ -1,9 +1,11 @@
-"""`quantizer init`: writes a preset as a first config, and fits it to a model if one is given.
-Imports no torch.
+"""The first commands: `quantizer demo` writes a small trained example and says what to try;
+`quantizer init` writes a preset as a first config, and fits it to a model if one is given.
+Import no torch.
 """
 
 import shutil
 import sys
+from pathlib import Path
 
 import click
 
@@ -15,12 +17,58 @@ from quantizer.cli.arguments.options import (
     overwrite_option,
     takes,
 )
-from quantizer.cli.arguments.places import PluginWord, write_output
+from quantizer.cli.arguments.places import PathType, PluginWord, write_output
 from quantizer.cli.terminal.render import say_note
 from quantizer.config.forms.form import form_of
-from quantizer.config.resources import load_resource, preset_text, presets
+from quantizer.config.resources import load_resource, preset_text, presets, resource
 from quantizer.errors import UsageError
+from quantizer.export.destinations import DESTINATIONS
 from quantizer.plugins import plugins
+from quantizer.storage.replacing import replace_file
+
+_MODEL = "digits.py"
+_FILES = (_MODEL, "resnet.py", "digits.safetensors", "digits_data.safetensors")
+"""The example: the model's file, the module it imports, its weights and its data."""
+
+
+@command()
+@click.argument("folder", type=PathType(), default="quantizer_demo")
+def demo(folder: str) -> None:
+    """Write a small trained network with its data to FOLDER (by default quantizer_demo), and
+    print commands to try on it.
+
+    \b
+    quantizer demo
+    """
+    place = Path(folder)
+    missing: dict[Path, bytes] = {}
+    for name in _FILES:
+        content = resource("examples", name).read_bytes()
+        path = place / name
+        if not path.exists():
+            missing[path] = content
+        elif not path.is_file() or path.read_bytes() != content:
+            # A demo that was stopped has left complete files only
+            raise UsageError(
+                f"{path} already exists", help="give another folder: `quantizer demo FOLDER`"
+            )
+    try:
+        place.mkdir(parents=True, exist_ok=True)
+        for path, content in missing.items():
+            replace_file(path, content)
+    except OSError as error:
+        raise UsageError(f"{place} cannot be written: {error.strerror or error}") from None
+    click.echo(
+        f"wrote {place}: {_MODEL} is a network that reads 8x8 digits; its weights and its data "
+        f"are next to it. Try:\n\n  cd {place}"
+    )
+    for name, destination in DESTINATIONS.items():
+        if destination.stands_for == "network":
+            click.echo(f"  quantizer run {_MODEL} --to {name}")
+    for destination in DESTINATIONS.values():
+        if destination.wider:
+            click.echo(f"  quantizer run {_MODEL} --to {destination.wider} -o small")
+
 
 _DEVICES = {"CPU": "cpu_int8", "GPU": "gpu", "DPU": "dpu"}
 """The preset of each device."""
@@ -87,7 +135,9 @@ def init(
     if list:
         click.echo(_listing(), nl=False)
         return
-    name = _preset(device, strategy, preset)
+    if strategy and preset:
+        raise UsageError("--strategy and --preset exclude each other", help="give one of them")
+    name = _STRATEGIES[strategy] if strategy else preset or _DEVICES[device or "CPU"]
     text = _text(name, device, strategy, preset)
     text = _fitted(text, name, options)
     if output == "-":
@@ -128,15 +178,6 @@ def _listing() -> str:
     formatter = click.HelpFormatter(indent_increment=0, width=width)
     formatter.write_dl(rows)
     return f"{formatter.getvalue()}`quantizer init --preset NAME` writes one of them\n"
-
-
-def _preset(device: str | None, strategy: str | None, preset: str | None) -> str:
-    """Return the name of the preset that the options choose."""
-    if strategy and preset:
-        raise UsageError("--strategy and --preset exclude each other", help="give one of them")
-    if strategy:
-        return _STRATEGIES[strategy]
-    return preset or _DEVICES[device or "CPU"]
 
 
 def _text(name: str, device: str | None, strategy: str | None, preset: str | None) -> str:

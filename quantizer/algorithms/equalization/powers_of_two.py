@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from quantizer.algorithms.equalization.equalization import LayerPair, find_pairs
-from quantizer.algorithms.power_of_two_equalization.inputs import (
+from quantizer.algorithms.equalization.input_levels import (
     LARGEST_EXPONENT,
     WIDE,
     decide_input_levels,
@@ -127,10 +127,7 @@ def _check(levels: Exponents, passed: Graph, path: Path | str) -> None:
 def _are_exponents(exponents: Any, channels: int) -> bool:
     if not isinstance(exponents, list) or len(exponents) != channels:
         return False
-    for exponent in exponents:
-        if type(exponent) is not int or abs(exponent) > LARGEST_EXPONENT:
-            return False
-    return True
+    return all(type(each) is int and abs(each) <= LARGEST_EXPONENT for each in exponents)
 
 
 def _differences(first: Exponents, other: Exponents) -> Iterator[str]:
@@ -155,7 +152,8 @@ def _candidates(plan: Plan) -> list[LayerPair]:
     for pair in find_pairs(graph):
         if reads_one_by_one(graph, pair.second) and _is_lossless(plan, pair):
             pairs.append(pair)
-            sizes = _row_sizes(graph, pair)
+            weight = loaded(graph.weight(pair.first)).detach()
+            sizes = _sizes(pair.first, weight, (2, 3))
             is_small = sizes * 2**LOST_BITS < sizes.max()
             is_small &= sizes > 0
             has_small_rows |= bool(is_small.any())
@@ -211,19 +209,9 @@ def _has_scale_by_channel(plan: Plan, node: Node) -> bool:
     return spec.ch_axis == 0 and outputs == inputs == 1
 
 
-def _row_sizes(graph: Graph, pair: LayerPair) -> Tensor:
-    """Return the largest weight of each output channel of the first layer."""
-    weight = loaded(graph.weight(pair.first))
-    weight = by_channel(pair.first, weight.detach())
-    sizes = weight.float().abs()
-    return sizes.amax((2, 3)).flatten()
-
-
-def _column_sizes(weight: Tensor, pair: LayerPair) -> Tensor:
-    """Return the largest weight of each input channel of the second layer."""
-    weight = by_channel(pair.second, weight)
-    sizes = weight.float().abs()
-    return sizes.amax((1, 3)).flatten()
+def _sizes(node: Node, weight: Tensor, axes: tuple[int, int]) -> Tensor:
+    """Return the largest weights along two axes of [groups, outputs, inputs, taps]."""
+    return by_channel(node, weight).float().abs().amax(axes).flatten()
 
 
 def decide_levels(plan: Plan, batches: Iterable[Batch]) -> dict[str, list[int]]:
@@ -253,7 +241,7 @@ def decide_levels(plan: Plan, batches: Iterable[Batch]) -> dict[str, list[int]]:
     for pair in reversed(pairs):
         first = pair.first
         second = pair.second.name
-        columns = _column_sizes(weights[second], pair)
+        columns = _sizes(pair.second, weights[second], (1, 3))
         count, _ = channels_of(first, graph.weight(first))
         levels = _exponents(ranges[second], columns, pair, count)
         if not any(levels):

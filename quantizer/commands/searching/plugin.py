@@ -1,0 +1,23 @@
+"""What the commands that try configs add: one does all steps of a run, and others look for a
+better config.
+"""
+
+from quantizer.declarations import Command, Plugin
+
+_RUN = Command(
+    "quantizer.commands.searching.run:run",
+    "Quantize a model in one call: config, calibration, test and export.",
+    2,
+)
+_ANALYZE = Command(
+    "quantizer.commands.searching.analyze:analyze",
+    "Measure how few bits each layer tolerates, and choose widths.",
+    11,
+)
+_TUNE = Command(
+    "quantizer.commands.searching.tune:tune",
+    "Change a config until gates hold, from cheap to dear.",
+    12,
+)
+
+PLUGIN = Plugin("searching", commands={"run": _RUN, "analyze": _ANALYZE, "tune": _TUNE})
