@@ -9,7 +9,9 @@ import pytest
 import torch
 
 from quantizer.config.forms.types import Dtype
+from quantizer.config.model import QuantizationSpec
 from quantizer.config.resources import load_resource
+from quantizer.numerics.codes import pack, storage_dtype
 from quantizer.numerics.formats import cast_round_trip_, storage_of
 from quantizer.tables import NUMBER_FORMATS
 
@@ -66,6 +68,13 @@ def test_every_finite_value_stays_and_is_stored_exactly(name):
     assert torch.equal((values * row.factor).to(storage_of(row)).float() / row.factor, values)
     assert values.max() == row.largest
     assert 2.0**row.emax <= row.largest < 2.0 ** (row.emax + 1)
+
+
+@pytest.mark.parametrize("name", NUMBER_FORMATS)
+def test_a_file_holds_a_code_in_as_many_bits_as_the_row_says(name):
+    spec = QuantizationSpec(dtype=name)
+    codes = torch.zeros(64, dtype=storage_dtype(spec))
+    assert 8 * pack(codes, spec).nbytes == 64 * NUMBER_FORMATS[name].bits
 
 
 def test_files_can_name_every_format():
