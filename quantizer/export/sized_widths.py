@@ -20,7 +20,7 @@ from quantizer.evaluation.analyze import (
 )
 from quantizer.evaluation.width_choice import LARGEST_SIZE, Budget, sized_config
 from quantizer.export.destinations import DESTINATIONS
-from quantizer.export.stored_weights import is_symmetric
+from quantizer.export.limits import is_symmetric
 from quantizer.graph.ir import Graph
 from quantizer.graph.passes import run_passes
 from quantizer.numerics.codes import bits_of

@@ -24,8 +24,7 @@ from quantizer.export.deployment import tensor_leaves
 from quantizer.export.exporter import Refusal
 from quantizer.export.exporting import refuse, require_extras
 from quantizer.export.hugging_face_folder import model_config, source_folder
-from quantizer.export.model_tensors import state_of
-from quantizer.export.stored_weights import INSERTION_REASON
+from quantizer.export.model_tensors import INSERTION_REASON, state_of
 from quantizer.graph.ir import Graph, Node
 from quantizer.graph.modules import as_planned, key_in_module, module_graph, parameters_of
 from quantizer.nn.inplace import InPlace

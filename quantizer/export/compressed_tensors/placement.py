@@ -22,9 +22,9 @@ from quantizer.export.limits import (
     SCALES_OF_OUTPUTS,
     Limit,
     beyond,
+    is_symmetric,
 )
-from quantizer.export.model_tensors import family_of
-from quantizer.export.stored_weights import insertion_refusals, is_symmetric, value_refusal
+from quantizer.export.model_tensors import family_of, insertion_refusals, value_refusal
 from quantizer.graph.ir import Graph, Node
 from quantizer.graph.passes.linear_layers import TRANSPOSED
 from quantizer.plan.model import Key, TensorSpecs

@@ -11,7 +11,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from quantizer.config.model import QuantizationSpec
-from quantizer.export.stored_weights import is_symmetric, scales_by_row
+from quantizer.export.limits import is_symmetric
+from quantizer.export.model_tensors import scales_by_row
 from quantizer.nn.quantized_tensor import QuantizedTensor
 from quantizer.numerics.codes import pack, pack_bits
 from quantizer.numerics.qparams import qparams_from_range

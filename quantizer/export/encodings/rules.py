@@ -9,7 +9,15 @@ from quantizer.config.roles import base_role, is_parameter
 from quantizer.errors import UsageError
 from quantizer.export.encodings.document import ENCODINGS_VERSIONS, WITH_AXES, TensorEncoding
 from quantizer.export.exporter import Reason, Refusal
-from quantizer.export.limits import Limits, limit_reasons
+from quantizer.export.limits import (
+    INTEGERS,
+    ONE_SCALE,
+    STATIC_RANGES,
+    WHOLE_TYPES,
+    Limits,
+    of_bits,
+    rounded_by,
+)
 from quantizer.graph.ir import Graph, Node
 from quantizer.numerics.rounding import NEAREST
 from quantizer.plan.model import TensorSpecs
@@ -20,12 +28,20 @@ _OTHER_TARGET = "use <--deploy onnx or pt2>"
 _ACTIVATIONS = Limits(
     "an encoding",
     _OTHER_TARGET,
-    bits=ENCODED_BITS,
-    schemes=("per_tensor",),
-    roundings=NEAREST,
-    takes_narrow=False,
+    (
+        INTEGERS,
+        STATIC_RANGES,
+        ONE_SCALE,
+        of_bits(ENCODED_BITS),
+        WHOLE_TYPES,
+        rounded_by(NEAREST),
+    ),
 )
-_WEIGHTS = Limits("an encoding", _OTHER_TARGET, bits=range(1, ENCODED_BITS[-1] + 1))
+_WEIGHTS = Limits(
+    "an encoding",
+    _OTHER_TARGET,
+    (INTEGERS, STATIC_RANGES, of_bits(range(1, ENCODED_BITS[-1] + 1))),
+)
 # The dimensions of a linear layer's weight, the only one that may have groups.
 _LINEAR_DIMENSIONS = 2
 
@@ -35,7 +51,7 @@ def encoding_refusals(graph: Graph, specs: TensorSpecs) -> Iterator[Refusal]:
     for (layer, role), spec in specs.items():
         reasons: Iterable[Reason] = ()
         if not is_parameter(role):
-            reasons = limit_reasons(_ACTIVATIONS, spec)
+            reasons = _ACTIVATIONS.reasons(spec)
         elif base_role(role) == "weights":
             reasons = _weight_reasons(spec, graph.by_name[layer], role, graph)
         for why, remedy in reasons:
@@ -61,7 +77,7 @@ def _weight_reasons(
             f"leave the layer in float, or {_OTHER_TARGET}",
         )
         return
-    yield from limit_reasons(_WEIGHTS, spec)
+    yield from _WEIGHTS.reasons(spec)
     if spec.dtype != "int":
         return
     if spec.qscheme == "per_group":

@@ -30,12 +30,13 @@ from quantizer.export.model_tensors import (
     CHANGE_REMEDY,
     cannot_store,
     first_names,
+    insertion_refusals,
     model_of,
     parameter_values,
     state_of,
+    value_refusal,
     with_scales_of_file,
 )
-from quantizer.export.stored_weights import insertion_refusals, value_refusal
 from quantizer.export.transformers_verify import (
     READER_HELP,
     ExpectedCall,

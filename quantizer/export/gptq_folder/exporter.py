@@ -25,9 +25,13 @@ from quantizer.export.compressed_tensors.schemes import as_unsigned, pack_words
 from quantizer.export.deployment import Deployment
 from quantizer.export.exporter import Reason, Refusal
 from quantizer.export.hugging_face_folder import write_folder
-from quantizer.export.limits import Limit, beyond
-from quantizer.export.model_tensors import cannot_store, model_of, with_scales_of_file
-from quantizer.export.stored_weights import is_symmetric, scales_by_row
+from quantizer.export.limits import Limit, beyond, is_symmetric
+from quantizer.export.model_tensors import (
+    cannot_store,
+    model_of,
+    scales_by_row,
+    with_scales_of_file,
+)
 from quantizer.export.transformers_verify import ExpectedCall, expected_calls, verify_calls
 from quantizer.graph.ir import Graph, Node
 from quantizer.nn.network import Network

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from quantizer.config.model import QuantizationSpec
 from quantizer.export.exporter import Reason
-from quantizer.export.limits import Limits, kind_of, limit_reasons
+from quantizer.export.limits import ONE_SCALE, Limits, kind_of, of_bits, of_formats, rounded_by
 from quantizer.export.onnx.builder import NodeBuilder
 from quantizer.export.onnx.conventions import Conventions
 from quantizer.export.onnx.marks import Lowering
@@ -51,11 +51,12 @@ _ROUNDINGS: Mapping[str, _Rounding] = {
 _LIMITS = Limits(
     "ONNX",
     "use <--deploy pt2>",
-    dtypes=("int", *FLOAT8_TYPES),
-    bits=range(1, 17),
-    schemes=("per_tensor",),
-    roundings=("half_even", *_ROUNDINGS),
-    takes_dynamic=True,
+    (
+        of_formats("int", *FLOAT8_TYPES),
+        ONE_SCALE,
+        of_bits(range(1, 17)),
+        rounded_by(("half_even", *_ROUNDINGS)),
+    ),
 )
 
 
@@ -72,7 +73,7 @@ def activation_reasons(
         why = "has a dynamic range with powers of two"
         yield why, f"set scale_type to float there, or {_LIMITS.otherwise}"
     elif spec.is_scaled:
-        reasons = list(limit_reasons(_LIMITS, spec))
+        reasons = list(_LIMITS.reasons(spec))
         yield from reasons
         if not reasons and not _has_type(spec, opset, conventions):
             why = f"{kind_of(spec)}, which operator set {opset} lacks"

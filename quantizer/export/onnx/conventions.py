@@ -7,10 +7,20 @@ from enum import Enum
 
 from quantizer.config.model import QuantizationSpec
 from quantizer.export.arithmetic.biases import BiasForm
-from quantizer.export.limits import Limits
+from quantizer.export.limits import (
+    INTEGERS,
+    POWERS_OR_ZERO_POINTS,
+    SIGNED_CODES,
+    STATIC_RANGES,
+    WHOLE_TYPES,
+    Limits,
+    of_bits,
+    rounded_by,
+)
 from quantizer.numerics.rounding import NEAREST
 
 _FLOAT = "leave it float"
+_INT8_WEIGHTS = (INTEGERS, STATIC_RANGES, of_bits(range(1, 9)), SIGNED_CODES)
 
 
 class LinearForm(Enum):
@@ -91,12 +101,16 @@ CONVENTIONS: dict[str, Conventions] = {
         activations=Limits(
             "TensorRT",
             "start from the preset tensorrt_int8",
-            bits=(8,),
-            roundings=("half_even",),
-            takes_narrow=False,
-            takes_zero_points=False,
+            (
+                INTEGERS,
+                STATIC_RANGES,
+                of_bits((8,)),
+                SIGNED_CODES,
+                WHOLE_TYPES,
+                rounded_by(("half_even",)),
+            ),
         ),
-        weights=Limits("TensorRT", _FLOAT, bits=range(1, 9), takes_zero_points=False),
+        weights=Limits("TensorRT", _FLOAT, _INT8_WEIGHTS),
         unsigned_bits=(),
         biases=BiasForm.FLOAT,
         linear=LinearForm.ADDED,
@@ -106,11 +120,15 @@ CONVENTIONS: dict[str, Conventions] = {
         activations=Limits(
             "an NPU",
             "start from the preset npu_int8",
-            bits=(8, 16),
-            roundings=NEAREST,
-            takes_shifts=False,
+            (
+                INTEGERS,
+                STATIC_RANGES,
+                of_bits((8, 16)),
+                POWERS_OR_ZERO_POINTS,
+                rounded_by(NEAREST),
+            ),
         ),
-        weights=Limits("an NPU", _FLOAT, bits=range(1, 9), takes_zero_points=False),
+        weights=Limits("an NPU", _FLOAT, _INT8_WEIGHTS),
         unsigned_bits=(8, 16),
         keeps_powers_signed=True,
         biases=BiasForm.PRODUCTS,

@@ -11,7 +11,7 @@ from quantizer.config.roles import is_parameter
 from quantizer.config.wording import counted
 from quantizer.export.arithmetic.operands import is_multiplied, layer_input_spec
 from quantizer.export.exporter import Reason, Refusal
-from quantizer.export.limits import Limits, limit_reasons
+from quantizer.export.limits import Limits
 from quantizer.export.lone_layers import lone_programs
 from quantizer.export.onnx.activations import activation_reasons
 from quantizer.export.onnx.complex_numbers import complex_refusals
@@ -110,7 +110,7 @@ def tensor_refusals(
         if not is_parameter(role):
             reasons += activation_reasons(spec, node.dtype, opset, conventions)
             if conventions.activations is not None and spec.dtype != "float32":
-                reasons += limit_reasons(conventions.activations, spec)
+                reasons += conventions.activations.reasons(spec)
         elif conventions.weights is not None and role == "weights" and is_multiplied(node):
             input_spec = layer_input_spec(layer, graph, specs)
             reasons += _weight_reasons(conventions.weights, node, spec, input_spec)
@@ -142,7 +142,7 @@ def _weight_reasons(
     limits: Limits, node: Node, spec: QuantizationSpec, input_spec: QuantizationSpec | None
 ) -> Iterator[Reason]:
     """Yield why an engine cannot hold the spec of a weight, each with a remedy."""
-    yield from limit_reasons(limits, spec)
+    yield from limits.reasons(spec)
     if spec.dtype != "int":
         return
     if node.row.transposed and spec.group_size is not None:
