@@ -1,18 +1,25 @@
-"""Decides whether a file computes what test mode does, and refuses one that does not."""
+"""Decides whether a file computes what test mode does, and refuses one that does not.
 
+Other engines run it as programs of their own. What they find refuses nothing: some files crash
+an engine, and some engines bring other versions of packages.
+"""
+
+import logging
 import math
+import subprocess
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from quantizer.comparison.output_comparison import Recorder
-from quantizer.errors import VerificationError
-from quantizer.export.agreement import Agreement, Verification
-from quantizer.export.deployment import Deployment, tensor_leaves
-from quantizer.export.float32 import to_float32
+from quantizer.errors import VerificationError, or_without
+from quantizer.export.agreement import Agreement, EngineCheck, Verification
+from quantizer.export.deployment import Deployment, tensor_leaves, to_float32
 from quantizer.export.part_agreement import WITHIN, PartAgreement
 from quantizer.graph.ir import Call
 from quantizer.nn.network import Network
@@ -198,3 +205,102 @@ def with_float_figures(
     for part in verification.parts:
         parts.append(replace(part, float_sqnr_db=floats.get(part.name)))
     return replace(verification, parts=tuple(parts), float_sqnr_db=figures.sqnr_db)
+
+
+logger = logging.getLogger(__name__)
+_MAX_SECONDS = 600
+
+
+def engine_check(
+    engine: str,
+    name: str,
+    deployment: Deployment,
+    run: Callable[[], Sequence[list[Tensor]]],
+    first_layer: Callable[[], str] | None = None,
+) -> EngineCheck:
+    """Return how another engine reads a file on the deployment's call.
+
+    A warning is logged if it computes something else than test mode.
+
+    Args:
+        engine: its name with its version.
+        name: of the file.
+        deployment: what the outputs are compared with.
+        run: returns the outputs in float32 and, if there are any, in default settings.
+        first_layer: finds the first layer that differs.
+    """
+    call = (deployment.args, dict(deployment.kwargs))
+    try:
+        results = run()
+        verifications = compared_calls(deployment, lambda *_: results, [call])
+        for index, outputs in enumerate(results):
+            verifications[index] = with_float_figures(
+                verifications[index], _giving(outputs), deployment, [call]
+            )
+        agreeing = [worst_of(found, deployment) is None for found in verifications]
+        figures, *defaults = verifications
+        layer = ""
+        if first_layer is not None and not agreeing[0]:
+            layer = or_without("the first layer that differs", first_layer, "")
+        check = EngineCheck(
+            engine,
+            all(agreeing),
+            figures,
+            layer=layer,
+            defaults=next(iter(defaults), None),
+            reads=agreeing[0],
+        )
+    except VerificationError as error:
+        check = EngineCheck(engine, agrees=False, failure=error.message)
+    if not check.agrees:
+        logger.warning("%s: %s", name, check.line)
+    return check
+
+
+def _giving(tensors: list[Tensor]) -> Outputs:
+    return lambda args, kwargs: tensors
+
+
+def started(program: str, folder: Path) -> subprocess.Popen[str]:
+    """Start a program of another engine in a folder, with pipes for its input and outputs.
+
+    Args:
+        program: its text, so that no module beside its file stands for one that it imports.
+        folder: that it works in.
+    """
+    return subprocess.Popen(
+        [sys.executable, "-c", program],
+        cwd=folder,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        errors="replace",
+    )
+
+
+def require_success(process: subprocess.Popen[str]) -> None:
+    """Wait for the end of a program.
+
+    Raises:
+        VerificationError: it fails.
+    """
+    try:
+        _, errors = process.communicate(timeout=_MAX_SECONDS)
+    except subprocess.TimeoutExpired as error:
+        process.kill()
+        raise VerificationError(f"it does not end within {_MAX_SECONDS} s") from error
+    if process.returncode:
+        raise VerificationError(failure_of(process.returncode, errors))
+
+
+def failure_of(code: int, errors: str) -> str:
+    """Return why a program has ended, for its exit code and what it wrote.
+
+    >>> failure_of(-6, ""), failure_of(1, "Traceback:\\nValueError: no such operator\\n")
+    ('it crashes with signal 6', 'ValueError: no such operator')
+    """
+    if code < 0:
+        return f"it crashes with signal {-code}"
+    last_line = errors.strip().rpartition("\n")[2].strip()
+    return last_line or "it fails without a message"

@@ -14,9 +14,8 @@ from quantizer.comparison.noise import Noise
 from quantizer.comparison.output_comparison import OutputComparison, Recorder
 from quantizer.config.wording import counted
 from quantizer.evaluation.exact import LayerCodes
-from quantizer.export.kernels import Kernels
 from quantizer.export.part_agreement import WITHIN, PartAgreement
-from quantizer.export.speed import Speed
+from quantizer.export.performance import Kernels, Speed
 from quantizer.graph.channels.output_parts import Output
 
 _SHOWN_LINES = 1

@@ -1,5 +1,5 @@
-"""The tensors of a transformers model by name, with the values of the quantized network, and what
-files with them have no place for.
+"""The tensors of a transformers model by name, with the values of the quantized network, and
+what files with them have no place for.
 """
 
 import re

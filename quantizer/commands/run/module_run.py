@@ -47,9 +47,9 @@ from quantizer.errors import (
     VerificationError,
 )
 from quantizer.export.agreement import Verification
-from quantizer.export.exporting import export_modules, planned_refusals, refuse
+from quantizer.export.exporting import export_modules, export_summary
+from quantizer.export.refusals import planned_refusals, refuse
 from quantizer.export.saved_modules import save_verified
-from quantizer.export.summary import export_summary
 from quantizer.export.targets import EXPORTERS, FOLDER, checked_target
 from quantizer.graph.modules import uncovered_modules
 from quantizer.graph.tracing.parameters import replace_parameters

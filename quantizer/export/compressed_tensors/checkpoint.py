@@ -10,9 +10,10 @@ from torch import Tensor, nn
 from quantizer.config.wording import first_names
 from quantizer.errors import UsageError
 from quantizer.export.compressed_tensors.cache import CompressedCache, compressed_cache
-from quantizer.export.compressed_tensors.experts import Mixture, group_targets
-from quantizer.export.compressed_tensors.fusing import (
+from quantizer.export.compressed_tensors.engine_layers import (
+    Mixture,
     fused_names,
+    group_targets,
     partial_block_remarks,
     with_shared_factors,
 )

@@ -22,9 +22,9 @@ from quantizer.export.compressed_tensors.placement import CodePlacement, place_c
 from quantizer.export.compressed_tensors.schemes import CompressedLayer
 from quantizer.export.deployment import tensor_leaves
 from quantizer.export.exporter import Refusal
-from quantizer.export.exporting import refuse, require_extras
 from quantizer.export.hugging_face_folder import model_config, source_folder
 from quantizer.export.model_tensors import INSERTION_REASON, state_of
+from quantizer.export.refusals import refuse, require_extras
 from quantizer.graph.ir import Graph, Node
 from quantizer.graph.modules import as_planned, key_in_module, module_graph, parameters_of
 from quantizer.nn.inplace import InPlace

@@ -12,8 +12,7 @@ from itertools import takewhile
 from quantizer.config.model import CAST_ONLY, QuantizationSpec
 from quantizer.config.roles import base_role, is_parameter
 from quantizer.export.compressed_tensors.cache import cache_refusals, cached_keys
-from quantizer.export.compressed_tensors.experts import are_stored_as_one
-from quantizer.export.compressed_tensors.fusing import fused_refusals
+from quantizer.export.compressed_tensors.engine_layers import are_stored_as_one, fused_refusals
 from quantizer.export.compressed_tensors.schemes import FP4_FORMATS, scale_difference
 from quantizer.export.exporter import Reason, Refusal
 from quantizer.export.limits import (

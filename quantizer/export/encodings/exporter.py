@@ -11,18 +11,19 @@ import onnx_ir as ir
 
 from quantizer.config.wording import first_names
 from quantizer.export.agreement import EngineCheck, Verification
-from quantizer.export.arithmetic.operands import quantized_apart
-from quantizer.export.deployment import Deployment
-from quantizer.export.encodings.document import encodings_document
+from quantizer.export.arithmetic import quantized_apart
+from quantizer.export.deployment import Deployment, in_float32
+from quantizer.export.encodings.document import (
+    encoding_refusals,
+    encodings_document,
+    require_axes,
+)
 from quantizer.export.encodings.lowering import EncodedNetwork, lower_to_encodings
-from quantizer.export.encodings.rules import encoding_refusals, require_axes
 from quantizer.export.encodings.verify import EncodedFile, aimet_check, verify_encodings
 from quantizer.export.exporter import Exporter, Refusal
-from quantizer.export.float32 import in_float32
 from quantizer.export.onnx.build import DEFAULT_OPSET
 from quantizer.export.onnx.files import clean_proto, stored_model
-from quantizer.export.onnx.marks import Lowering
-from quantizer.export.onnx.passes.product_names import name_products
+from quantizer.export.onnx.marks import Lowering, name_products
 from quantizer.export.onnx.refusals import graph_refusals
 from quantizer.export.onnx.translation import translate_network
 from quantizer.graph.ir import Graph

@@ -8,8 +8,7 @@ import onnx_ir as ir
 from numpy.typing import NDArray
 
 from quantizer.config.roles import is_parameter
-from quantizer.export.encodings.document import TensorEncoding
-from quantizer.export.encodings.rules import encoded_bits
+from quantizer.export.encodings.document import TensorEncoding, encoded_bits
 from quantizer.export.onnx.builder import (
     NodeBuilder,
     add_initializer,

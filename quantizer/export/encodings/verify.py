@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
+from inspect import getsource
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -19,12 +20,16 @@ from numpy.typing import NDArray
 from onnx import GraphProto, ModelProto, NodeProto, numpy_helper
 from torch import Tensor
 
-from quantizer.export.acceptance import accept_file, compared_calls
+from quantizer.export.acceptance import (
+    accept_file,
+    compared_calls,
+    engine_check,
+    require_success,
+    started,
+)
 from quantizer.export.agreement import EngineCheck, Verification
 from quantizer.export.deployment import Deployment
-from quantizer.export.encodings.document import TensorEncoding, read_document
-from quantizer.export.encodings.rules import channel_axes
-from quantizer.export.engine_checks import engine_check, require_success, started
+from quantizer.export.encodings.document import TensorEncoding, channel_axes, read_document
 from quantizer.export.onnx.verify import (
     UNOPTIMIZED,
     OnnxFile,
@@ -37,7 +42,6 @@ _REMEDY = "<--deploy onnx> writes the roundings into the network itself"
 _READ = ".quantized"
 _MADE = ".float"
 _PACKAGE = "aimet-onnx"
-_PROCESS = Path(__file__).with_name("aimet_process.py")
 
 
 @dataclass(frozen=True)
@@ -239,7 +243,35 @@ def _outputs(content: bytes, text: str, deployment: Deployment) -> list[list[Ten
         (folder / "model.onnx").write_bytes(content)
         (folder / "model.encodings").write_text(text, "utf-8")
         np.savez(folder / "inputs.npz", **inputs)
-        with started(_PROCESS, folder) as process:
+        with started(f"{getsource(_simulate)}\n_simulate()", folder) as process:
             require_success(process)
         with np.load(folder / "outputs.npz") as arrays:
             return [[torch.from_numpy(arrays[value.name]) for value in model.graph.output]]
+
+
+def _simulate() -> None:
+    """Run a network with its encodings in aimet-onnx, as a program of its own: it brings
+    another ONNX Runtime and other versions of packages.
+
+    It works in the folder that it is started in. It reads `model.onnx`, `model.encodings` and
+    `inputs.npz`, and writes the outputs by name to `outputs.npz`. It has only the names of its
+    own imports.
+    """
+    from pathlib import Path
+
+    import aimet_onnx.common.quantsim_config as configs
+    import numpy as np
+    import onnx
+    from aimet_onnx.quantsim import QuantizationSimModel, load_encodings_to_sim
+
+    model = onnx.load("model.onnx")
+    names = [value.name for value in model.graph.output]
+    config = Path(str(configs.__file__)).with_name("default_config_per_channel.json")
+    simulation = QuantizationSimModel(model, config_file=str(config))
+    # Tensors without encodings stay float.
+    load_encodings_to_sim(simulation, "model.encodings", strict=False)
+    with np.load("inputs.npz") as inputs:
+        feed = dict(inputs)
+    results = simulation.session.run(None, feed)
+    outputs = dict(zip(names, results, strict=True))
+    np.savez("outputs.npz", **outputs)

@@ -23,14 +23,13 @@ from quantizer.config.roles import is_parameter
 from quantizer.errors import VerificationError, first_line
 from quantizer.export.acceptance import Outputs, verified_calls
 from quantizer.export.agreement import Verification
-from quantizer.export.arithmetic.biases import BiasForm, with_runtime_biases
-from quantizer.export.arithmetic.operands import quantized_apart
+from quantizer.export.arithmetic import BiasForm, quantized_apart, with_runtime_biases
 from quantizer.export.deployment import Deployment
 from quantizer.export.exporter import Exporter, Refusal
-from quantizer.export.kernels import Kernels
-from quantizer.export.lone_layers import lone_programs
 from quantizer.export.mobile.kernels import DOUBTFUL, MobileEngine
+from quantizer.export.performance import Kernels
 from quantizer.export.programs.coded import ProgramForm, coded_program
+from quantizer.export.programs.program import lone_programs
 from quantizer.graph.ir import Graph, Node, references
 from quantizer.graph.tracing.batch_axes import axes_of_graph, has_open_batch, samples_in
 from quantizer.graph.tracing.trace import quiet

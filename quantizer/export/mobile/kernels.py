@@ -11,10 +11,10 @@ from dataclasses import dataclass
 import torch
 
 from quantizer.config.roles import is_parameter
-from quantizer.export.arithmetic.operands import layer_input_spec, output_spec
+from quantizer.export.arithmetic import layer_input_spec, output_spec
 from quantizer.export.exporter import Reason, Refusal
-from quantizer.export.kernels import Kernels
 from quantizer.export.limits import HALF_EVEN, Limit, beyond
+from quantizer.export.performance import Kernels
 from quantizer.graph.ir import Graph, Node, Ref
 from quantizer.plan.groups import layout
 from quantizer.plan.layout import Layout

@@ -19,7 +19,6 @@ from quantizer.config.wording import listed
 from quantizer.export.acceptance import Outputs
 from quantizer.export.deployment import Deployment, tensor_leaves
 from quantizer.export.exporter import Refusal
-from quantizer.export.kernels import Kernels
 from quantizer.export.mobile.exporter import (
     MobileExporter,
     MobileFile,
@@ -49,6 +48,7 @@ from quantizer.export.mobile.tflite_kernels import (
     drop_factors,
     integer_scales,
 )
+from quantizer.export.performance import Kernels
 from quantizer.export.programs.coded import ProgramForm
 from quantizer.graph.ir import Graph
 from quantizer.graph.tracing.batch_axes import axes_of_graph

@@ -10,18 +10,22 @@ from onnx import ModelProto
 from quantizer.calibration.solution import Solution
 from quantizer.config.model import QuantizationSpec
 from quantizer.config.roles import base_role, is_parameter
-from quantizer.export.arithmetic.biases import (
+from quantizer.export.arithmetic import (
     BiasForm,
     overflowing,
+    quantized_apart,
     sum_biases,
     sum_steps,
     with_runtime_biases,
 )
-from quantizer.export.arithmetic.operands import quantized_apart
-from quantizer.export.deployment import Deployment
-from quantizer.export.exporting import refuse
-from quantizer.export.float32 import in_float32
-from quantizer.export.onnx.conventions import EXACT, Conventions
+from quantizer.export.deployment import Deployment, in_float32
+from quantizer.export.onnx.conventions import (
+    EXACT,
+    OPSETS,
+    Conventions,
+    activation_type,
+    weight_type,
+)
 from quantizer.export.onnx.files import clean_proto
 from quantizer.export.onnx.marks import Lowering, Quantizations
 from quantizer.export.onnx.passes import lower_marks
@@ -34,9 +38,9 @@ from quantizer.export.onnx.restated import (
     with_activations,
 )
 from quantizer.export.onnx.speed import float_model
-from quantizer.export.onnx.tensors import OPSETS, activation_type, weight_type
 from quantizer.export.onnx.translation import translate_network
 from quantizer.export.onnx.weights import BLOCK_SIZE_OPSET
+from quantizer.export.refusals import refuse
 from quantizer.export.targets import checked_target
 from quantizer.nn.network import Network
 from quantizer.plan.model import Key, TensorSpecs

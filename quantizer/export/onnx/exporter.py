@@ -14,7 +14,7 @@ from onnx import ModelProto, TensorProto
 
 from quantizer.calibration.solution import Solution
 from quantizer.export.agreement import Verification
-from quantizer.export.arithmetic.biases import with_runtime_biases
+from quantizer.export.arithmetic import with_runtime_biases
 from quantizer.export.deployment import Deployment
 from quantizer.export.exporter import Exporter, Refusal
 from quantizer.export.layer_choice import DEPLOY_FILE, LayerChoice, network_digest, read_choice

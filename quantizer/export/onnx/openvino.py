@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
+from inspect import getsource
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -23,10 +24,9 @@ from onnx import ModelProto
 from torch import Tensor
 
 from quantizer.errors import VerificationError
+from quantizer.export.acceptance import engine_check, require_success, started
 from quantizer.export.agreement import EngineCheck
-from quantizer.export.deployment import Deployment
-from quantizer.export.engine_checks import engine_check, require_success, started
-from quantizer.export.float32 import HALF
+from quantizer.export.deployment import HALF, Deployment
 from quantizer.export.onnx.verify import LayerCheck, OnnxFile, named_inputs
 
 EngineSettings = Mapping[str, str | int]
@@ -41,7 +41,6 @@ EXACT_SETTINGS: EngineSettings = {
     "DYNAMIC_QUANTIZATION_GROUP_SIZE": 0,
 }
 DEFAULT_SETTINGS: EngineSettings = {}
-_PROCESS = Path(__file__).with_name("openvino_process.py")
 Arrays = dict[str, NDArray[Any]]
 
 
@@ -140,7 +139,8 @@ class _Run:
         np.savez(folder / "inputs.npz", **arrays)
         runs = {f"outputs_{index}.npz": dict(chosen) for index, chosen in enumerate(settings)}
         (folder / "runs.json").write_text(json.dumps(runs), "utf-8")
-        return cls(folder, started(_PROCESS, folder), tuple(runs))
+        process = started(f"{getsource(_run_openvino)}\n_run_openvino()", folder)
+        return cls(folder, process, tuple(runs))
 
     def outputs(self) -> list[Arrays]:
         """Wait for the outputs, by name, with each of the settings.
@@ -154,3 +154,31 @@ class _Run:
             with np.load(self.folder / path) as arrays:
                 every.append(dict(arrays))
         return every
+
+
+def _run_openvino() -> None:
+    """Run `model.onnx` in OpenVINO, as a program of its own: some files crash its process.
+
+    It works in the folder that it is started in. It reads `inputs.npz`, and `runs.json` with
+    the settings of each run by the file to write. That file has the outputs by the names of
+    tensors. It has only the names of its own imports, so that it starts at once.
+    """
+    import json
+    from pathlib import Path
+
+    import numpy as np
+    import openvino
+
+    core = openvino.Core()
+    known = set(core.get_property("CPU", "SUPPORTED_PROPERTIES"))
+    for path, settings in json.loads(Path("runs.json").read_text("utf-8")).items():
+        known_settings = {name: settings[name] for name in settings if name in known}
+        compiled = core.compile_model("model.onnx", "CPU", known_settings)
+        names = [value.get_any_name() for value in compiled.inputs]
+        with np.load("inputs.npz") as inputs:
+            results = compiled({name: inputs[name] for name in names})
+        arrays = {}
+        for value in compiled.outputs:
+            for name in value.get_names():
+                arrays[name] = results[value]
+        np.savez(path, **arrays)

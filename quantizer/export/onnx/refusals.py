@@ -9,16 +9,14 @@ import torch
 from quantizer.config.model import QuantizationSpec
 from quantizer.config.roles import is_parameter
 from quantizer.config.wording import counted
-from quantizer.export.arithmetic.operands import is_multiplied, layer_input_spec
+from quantizer.export.arithmetic import is_multiplied, layer_input_spec
 from quantizer.export.exporter import Reason, Refusal
 from quantizer.export.limits import Limits
-from quantizer.export.lone_layers import lone_programs
 from quantizer.export.onnx.activations import activation_reasons
-from quantizer.export.onnx.complex_numbers import complex_refusals
-from quantizer.export.onnx.conventions import Conventions
-from quantizer.export.onnx.sample_filters import lacks_product
-from quantizer.export.onnx.tensors import OPSETS
+from quantizer.export.onnx.conventions import OPSETS, Conventions
+from quantizer.export.onnx.decompositions import complex_refusals, lacks_product
 from quantizer.export.onnx.translation import reason_of, translatable, translate_program
+from quantizer.export.programs.program import lone_programs
 from quantizer.graph.ir import Graph, Node
 from quantizer.graph.structure.attention import cached_values
 from quantizer.plan.model import TensorSpecs

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from onnx import ModelProto, NodeProto, TensorProto
 
 from quantizer.export.onnx.marks import MARK_DOMAIN
-from quantizer.export.speed import MIN_ROUNDS, Speed, waited_seconds
+from quantizer.export.performance import MIN_ROUNDS, Speed, waited_seconds
 from quantizer.option_words import Sentence
 
 Timer = Callable[[int], float]

@@ -22,13 +22,16 @@ from quantizer.errors import VerificationError, first_line
 from quantizer.evaluation.exact import LayerCodes
 from quantizer.export.acceptance import Outputs, accept_file, compared_calls
 from quantizer.export.agreement import Verification
-from quantizer.export.deployment import Deployment, tensor_leaves
-from quantizer.export.float32 import HALF, to_float32
-from quantizer.export.kernels import Kernels
-from quantizer.export.onnx.executed import ExecutedGraph, names_of_products, profiled
-from quantizer.export.onnx.kernels import kernels_of_products, products_between_codes
+from quantizer.export.deployment import HALF, Deployment, tensor_leaves, to_float32
+from quantizer.export.onnx.executed import (
+    ExecutedGraph,
+    kernels_of_products,
+    names_of_products,
+    products_between_codes,
+    profiled,
+)
 from quantizer.export.onnx.speed import STOP_SPINNING, measured_speed, with_int8_weights
-from quantizer.export.speed import Speed
+from quantizer.export.performance import Kernels, Speed
 from quantizer.nn.network import Execution
 from quantizer.option_words import Sentence
 from quantizer.plan.model import Key

@@ -15,8 +15,7 @@ from torch import Tensor, fx
 from torch.export import ExportedProgram
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from quantizer.export.onnx.complex_numbers import complex_decompositions
-from quantizer.export.onnx.sample_filters import PRODUCTS, follows_batch
+from quantizer.export.onnx.decompositions import PRODUCTS, complex_decompositions, follows_batch
 
 _ATEN = torch.ops.aten
 _Form = Callable[..., Any]

@@ -12,7 +12,7 @@ from torch.export import ExportedProgram
 
 from quantizer.calibration.solution import Solution
 from quantizer.config.roles import base_role, is_parameter, parameter_name
-from quantizer.export.arithmetic.operands import input_key
+from quantizer.export.arithmetic import input_key
 from quantizer.export.deployment import Deployment
 from quantizer.export.programs.program import export_program
 from quantizer.export.programs.qdq import (

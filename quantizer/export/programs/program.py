@@ -1,28 +1,32 @@
-"""Exports a network as a `torch.export` program with dynamic batch and lengths.
+"""Exports a network, or a single layer, as a `torch.export` program.
 
-The program keeps no trace of where it was made, and of the code that it was made from.
+That of a network has dynamic batch and lengths, and keeps no trace of where it was made, and of
+the code that it was made from. A compiler is asked whether it knows the operator of a layer
+before anything is calibrated.
 """
 
 import contextlib
 import dataclasses
 import io
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from inspect import Parameter, Signature
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.export import Dim, ExportedProgram
-from torch.fx import Node
 from torch.utils import _pytree as pytree
 
 from quantizer.errors import ModelError, first_line
-from quantizer.export.deployment import Deployment
-from quantizer.graph.ir import Call, Graph
+from quantizer.export.deployment import Deployment, tensor_leaves
+from quantizer.graph.ir import Call, Graph, Node
+from quantizer.graph.ops import OPS
 from quantizer.graph.tracing.batch_axes import axes_of_graph, has_open_batch, with_samples
 from quantizer.graph.tracing.lengths import Length, excludes_single_batches
 from quantizer.graph.tracing.trace import UNUSUAL_BATCH, lean_export, quiet
+from quantizer.nn.function import leave_ties_open
+from quantizer.nn.network import build_layer, layer_arguments
 
 _SOURCE_KEYS = ("stack_trace", "nn_module_stack", "source_fn_stack", "torch_fn", "from_node")
 _NO_LETTER = re.compile(r"\W", re.ASCII)
@@ -99,7 +103,7 @@ def float_program(deployment: Deployment) -> ExportedProgram:
     )
 
 
-def _equal_number_types(node: Node) -> None:
+def _equal_number_types(node: fx.Node) -> None:
     """Write all numbers of a call as floats if one is, as in `clamp(1e-6, 1)`.
 
     Compilers have operators for numbers of one type. torch computes the same for both.
@@ -125,14 +129,14 @@ def _name_outputs(program: ExportedProgram, names: Sequence[str]) -> None:
     An input that is returned keeps its name. A value that is returned twice gets its first one.
     """
     [output] = program.graph.find_nodes(op="output")
-    tensors: list[Node] = []
+    tensors: list[fx.Node] = []
     for value in output.args[0]:
-        if isinstance(value, Node):
+        if isinstance(value, fx.Node):
             tensors.append(value)
     if len(tensors) != len(names):
         return
     signature = program.graph_signature
-    renamed: set[Node] = set()
+    renamed: set[fx.Node] = set()
     for node, name in zip(tensors, names, strict=True):
         if node in renamed or node.op != "call_function":
             continue
@@ -281,3 +285,76 @@ def _dynamic_shapes(
         of_leaves.append(shape)
     args_shapes, kwargs_shapes = pytree.tree_unflatten(of_leaves, spec)
     return (*args_shapes, *kwargs_shapes.values())
+
+
+_EXAMPLE_BATCH = 2
+"""The size of an axis that follows the batch."""
+
+
+def lone_programs(
+    graph: Graph, doubtful: Collection[str] = ()
+) -> Iterator[tuple[Node, ExportedProgram]]:
+    """Yield a layer of each rare operator, and a program that has this layer alone.
+
+    It is the first layer that can be exported alone. Operators with a row in the table of
+    operators are known to compilers. The others are rare.
+
+    Args:
+        graph: of the network in float.
+        doubtful: operators with a row that a compiler may not know, either.
+    """
+    tried: set[str] = set()
+    for node in graph.nodes:
+        is_known = node.op in OPS and node.op not in doubtful
+        if is_known or node.target in tried:
+            continue
+        program = _lone_program(graph, node)
+        if program is not None:
+            tried.add(node.target)
+            yield node, program
+
+
+class _Alone(nn.Module):
+    """One layer of a graph, called with the tensors that it reads."""
+
+    def __init__(self, graph: Graph, node: Node) -> None:
+        super().__init__()
+        self.node = node
+        self.layer = build_layer(graph, node)
+        leave_ties_open([self.layer])
+        self.sources = list(dict.fromkeys(node.refs()))
+
+    def forward(self, *tensors: Tensor) -> list[Tensor]:
+        """Return the tensors that the layer makes."""
+        values = dict(zip(self.sources, tensors, strict=True))
+        arguments: dict[str, Any] = layer_arguments(self.node, values)
+        return tensor_leaves(self.layer(**arguments))
+
+
+def _lone_program(graph: Graph, node: Node) -> ExportedProgram | None:
+    """Return a program of one layer, None if it does not read tensors alone."""
+    layer = _Alone(graph, node)
+    tensors: list[Tensor] = []
+    for name in layer.sources:
+        source = graph.by_name[name]
+        if source.shape is None or source.dtype is None:
+            return None
+        shape = _example_shape(source.shape)
+        tensor = torch.zeros(shape, dtype=source.dtype)
+        tensors.append(tensor)
+    try:
+        with torch.no_grad(), lean_export():
+            return torch.export.export(layer, tuple(tensors))
+    # What stops torch.export here did not stop the trace, so it says nothing
+    except Exception:  # noqa: BLE001
+        return None
+
+
+def _example_shape(shape: Sequence[int | None]) -> list[int]:
+    """Return a shape with a number for the batch."""
+    sizes: list[int] = []
+    for size in shape:
+        if size is None:
+            size = _EXAMPLE_BATCH
+        sizes.append(size)
+    return sizes

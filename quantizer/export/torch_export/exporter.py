@@ -15,7 +15,7 @@ from torch.export import ExportedProgram
 from quantizer.errors import VerificationError, first_line
 from quantizer.export.acceptance import verified_calls
 from quantizer.export.agreement import Verification
-from quantizer.export.arithmetic.biases import MAX_SUM_BIAS, overflowing
+from quantizer.export.arithmetic import MAX_SUM_BIAS, overflowing
 from quantizer.export.deployment import ORIGIN_FILE, Deployment, tensor_leaves
 from quantizer.export.exporter import Exporter
 from quantizer.export.programs.coded import ProgramForm, coded_program

@@ -5,19 +5,21 @@ import math
 import onnx_ir as ir
 
 from quantizer.config.roles import is_parameter, parameter_name
-from quantizer.export.arithmetic.operands import is_multiplied
-from quantizer.export.onnx.activations import UNBOUNDED, quantize_activation, takes_bounds
-from quantizer.export.onnx.builder import NodeBuilder, array_of, remove_node, replace_node
-from quantizer.export.onnx.dynamic import (
+from quantizer.export.arithmetic import is_multiplied
+from quantizer.export.onnx.activations import (
+    UNBOUNDED,
     QuantizedRows,
     has_row_codes,
+    quantize_activation,
     quantize_dynamic,
     quantize_row_codes,
     scale_rows,
+    takes_bounds,
 )
+from quantizer.export.onnx.builder import NodeBuilder, array_of, remove_node, replace_node
 from quantizer.export.onnx.marks import MULTIPLYING, Lowering, is_mark, marks_of
-from quantizer.export.onnx.passes.linear import TRANSPOSED_KEY
 from quantizer.export.onnx.passes.moves import MOVE_OPERATORS
+from quantizer.export.onnx.passes.products import TRANSPOSED_KEY
 from quantizer.export.onnx.restated import PACKED_BLOCK_SIZES
 from quantizer.export.onnx.weights import packed_product, quantize_weights
 from quantizer.nn.quantized_tensor import QuantizedTensor

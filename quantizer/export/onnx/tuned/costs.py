@@ -18,8 +18,13 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 
-from quantizer.export.onnx.tuned.blocks import BlockMap, QuantizationPoint, original_name
-from quantizer.export.onnx.tuned.meter import Kernel, Profile
+from quantizer.export.onnx.tuned.profiles import (
+    BlockMap,
+    Kernel,
+    Profile,
+    QuantizationPoint,
+    original_name,
+)
 from quantizer.plan.model import Key
 
 # A smaller share of the sum of all finite costs is an error of rounding

@@ -23,11 +23,10 @@ from quantizer.export.onnx.build import NetworkToWrite
 from quantizer.export.onnx.conventions import Conventions
 from quantizer.export.onnx.restated import with_activations
 from quantizer.export.onnx.speed import float_model
-from quantizer.export.onnx.tuned.blocks import START, BlockMap
 from quantizer.export.onnx.tuned.costs import ProfiledPair, block_milliseconds, measured_costs
-from quantizer.export.onnx.tuned.meter import Feed, Profile, RuntimeMeter
+from quantizer.export.onnx.tuned.profiles import START, BlockMap, Feed, Profile, RuntimeMeter
 from quantizer.export.onnx.verify import DEFAULT, failures_named, named_inputs
-from quantizer.export.speed import Speed
+from quantizer.export.performance import Speed
 from quantizer.graph.ir import Graph
 from quantizer.nn.quantized_tensor import QuantizedTensor
 from quantizer.plan.model import Key
