@@ -79,19 +79,20 @@ def _require_shapes(
 
 
 def verified_calls(
-    deployment: Deployment, outputs: Outputs, *, name: str, remedy: str
+    deployment: Deployment, outputs: Outputs, *, name: str, remedy: str, subject: str = "it"
 ) -> Verification:
     """Compare what a file gives with test mode's outputs over all calls.
 
     Args:
         name: of the file.
         remedy: what to do if it is refused.
+        subject: of the sentence on a file that is refused.
 
     Raises:
         VerificationError: the outputs differ.
     """
     (verification,) = compared_calls(deployment, lambda *call: [outputs(*call)])
-    refusal = f"{name} is not written: it"
+    refusal = f"{name} is not written: {subject}"
     return accept_file(verification, deployment, outputs, refusal=refusal, remedy=remedy)
 
 
@@ -126,10 +127,11 @@ def accept_file(
 
 def worst_of(verification: Verification, deployment: Deployment) -> PartAgreement | None:
     """Return the part that differs most from test mode; None if all parts agree."""
-    differing: list[PartAgreement] = []
-    for part in verification.parts:
-        if not _part_agrees(part, deployment.loss_of(part.name), verification):
-            differing.append(part)
+    differing = [
+        part
+        for part in verification.parts
+        if not _part_agrees(part, deployment.loss_of(part.name), verification)
+    ]
     return min(differing, key=lambda part: part.sqnr_db or -math.inf, default=None)
 
 
@@ -201,10 +203,10 @@ def with_float_figures(
         return verification
     (figures,) = compared
     floats = {part.name: part.sqnr_db for part in figures.parts}
-    parts: list[PartAgreement] = []
-    for part in verification.parts:
-        parts.append(replace(part, float_sqnr_db=floats.get(part.name)))
-    return replace(verification, parts=tuple(parts), float_sqnr_db=figures.sqnr_db)
+    parts = tuple(
+        replace(part, float_sqnr_db=floats.get(part.name)) for part in verification.parts
+    )
+    return replace(verification, parts=parts, float_sqnr_db=figures.sqnr_db)
 
 
 logger = logging.getLogger(__name__)

@@ -274,19 +274,14 @@ class Agreement:
         self._agreeing_rows = 0
         self._comparison = OutputComparison(outputs)
 
-    def recorder(self) -> Recorder:
-        """Return a recorder for the expected network. With its record, the parts of tensors are
-        distinguished.
-        """
-        return Recorder(self.outputs)
-
     def add(
         self,
         expected: Sequence[Tensor],
         actual: Sequence[Tensor],
         recorder: Recorder | None = None,
     ) -> None:
-        """Add one batch: pairs of an expected and an actual tensor.
+        """Add one batch: pairs of an expected and an actual tensor. With the record of a
+        recorder in the expected network, the parts of tensors are distinguished.
 
         NaN and infinity equal themselves. Complex numbers are pairs of reals.
 

@@ -310,7 +310,8 @@ def sum_steps(
     for (layer, role), weights in solution.tensors.items():
         node = graph.by_name[layer]
         key = input_key(layer, graph, specs)
-        if role != "weights" or key is None or not _has_bias(node, solution):
+        has_bias = "bias" in node.params or layer in solution.corrections
+        if role != "weights" or key is None or not has_bias:
             continue
         if form is BiasForm.PRODUCTS:
             has_sums = is_narrow(weights.spec) and is_multiplied(node)
@@ -325,10 +326,6 @@ def sum_steps(
         if float(step.min()) >= _TINY:
             steps[layer] = step
     return steps
-
-
-def _has_bias(node: Node, solution: Solution) -> bool:
-    return "bias" in node.params or node.name in solution.corrections
 
 
 def _has_bias_kernel(

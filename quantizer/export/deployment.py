@@ -25,7 +25,7 @@ from quantizer.export.layer_choice import LayerChoice
 from quantizer.export.targets import CHOICES
 from quantizer.export.value_names import in_traced_order, names_of_files
 from quantizer.graph.channels.output_parts import Output, output_parts, parts_named_as
-from quantizer.graph.ir import Call, Graph, Node
+from quantizer.graph.ir import Call, Graph
 from quantizer.graph.tracing.batch_axes import fixed_batch
 from quantizer.graph.tracing.lengths import Length
 from quantizer.nn.network import Network
@@ -385,17 +385,18 @@ def _widened_leaf(value: Any) -> Any:
 
 
 def _widened_graph(graph: Graph) -> Graph:
-    nodes: list[Node] = []
-    for node in graph.nodes:
-        attrs = to_float32(dict(node.attrs))
-        nodes.append(replace(node, attrs=attrs, dtype=_widened_leaf(node.dtype)))
-    return graph.replaced(nodes=tuple(nodes), tensors=to_float32(dict(graph.tensors)))
+    nodes = tuple(
+        replace(node, attrs=to_float32(dict(node.attrs)), dtype=_widened_leaf(node.dtype))
+        for node in graph.nodes
+    )
+    return graph.replaced(nodes=nodes, tensors=to_float32(dict(graph.tensors)))
 
 
 def _widened_solution(solution: Solution) -> Solution:
-    tensors = {}
-    for key, tensor in solution.tensors.items():
-        tensors[key] = replace(tensor, dtype=_widened_leaf(tensor.dtype))
+    tensors = {
+        key: replace(tensor, dtype=_widened_leaf(tensor.dtype))
+        for key, tensor in solution.tensors.items()
+    }
     return replace(
         solution,
         tensors=tensors,

@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from quantizer.export.agreement import Verification
     from quantizer.export.deployment import Deployment
     from quantizer.export.layer_choice import LayerChoice
-    from quantizer.export.performance import Kernels, Speed
     from quantizer.graph.ir import Graph
     from quantizer.results.calibrated import Calibrated
     from quantizer.sources.batches import Batch
@@ -255,33 +254,26 @@ def export_summary(target: str, path: Path, verified: Verification) -> dict[str,
     session = verified.default_session
     kernels = verified.used_kernels
     if kernels is not None:
-        summary["kernels"] = _kernels(kernels)
-    if session is not None and session.speed is not None:
-        summary["speed"] = _speed(session.speed)
+        summary["kernels"] = {
+            "integer": len(kernels.integer),
+            "count": kernels.count,
+            "share": kernels.share,
+            "multiply_add_share": kernels.multiply_add_share,
+            "text": kernels.counted,
+            "floating": kernels.floating,
+            "is_run": kernels.is_run,
+        }
+    speed = None if session is None else session.speed
+    if speed is not None:
+        summary["speed"] = {
+            "ratio": speed.ratio,
+            "low": speed.low,
+            "high": speed.high,
+            "rounds": speed.rounds,
+            "is_clear": speed.is_clear,
+            "text": speed.text,
+        }
     return summary
-
-
-def _kernels(kernels: Kernels) -> dict[str, Any]:
-    return {
-        "integer": len(kernels.integer),
-        "count": kernels.count,
-        "share": kernels.share,
-        "multiply_add_share": kernels.multiply_add_share,
-        "text": kernels.counted,
-        "floating": kernels.floating,
-        "is_run": kernels.is_run,
-    }
-
-
-def _speed(speed: Speed) -> dict[str, Any]:
-    return {
-        "ratio": speed.ratio,
-        "low": speed.low,
-        "high": speed.high,
-        "rounds": speed.rounds,
-        "is_clear": speed.is_clear,
-        "text": speed.text,
-    }
 
 
 def _checks(target: str, verified: Verification) -> list[dict[str, Any]]:
@@ -290,7 +282,7 @@ def _checks(target: str, verified: Verification) -> list[dict[str, Any]]:
     """
     reader = EXPORTERS[target].reader
     session = verified.default_session
-    rows: list[dict[str, Any]] = []
+    agreeing: list[tuple[str, str]] = []
     if session is not None:
         sentences = [session.figures()]
         if session.kernels is not None:
@@ -300,15 +292,10 @@ def _checks(target: str, verified: Verification) -> list[dict[str, Any]]:
         settings = "default settings"
         if session.kernels is not None and not session.kernels.is_run:
             settings = "without kernels of integers"
-        rows.append(_agreeing(f"{reader}, {settings}", "; ".join(sentences)))
+        agreeing.append((f"{reader}, {settings}", "; ".join(sentences)))
         reader = f"{reader}, {EXPORTERS[target].plainly}"
-    rows.append(_agreeing(reader, verified.figures()))
-    for check in verified.engines:
-        row = {"engine": check.engine, "agrees": check.agrees, "text": check.line}
-        rows.append(row)
-    return rows
-
-
-def _agreeing(engine: str, text: str) -> dict[str, Any]:
-    """Return the row of an engine without whose agreement no file is written."""
-    return {"engine": engine, "agrees": True, "text": text}
+    agreeing.append((reader, verified.figures()))
+    # Without the agreement of these engines no file is written
+    rows = [(engine, True, text) for engine, text in agreeing]
+    rows += [(check.engine, check.agrees, check.line) for check in verified.engines]
+    return [{"engine": engine, "agrees": agrees, "text": text} for engine, agrees, text in rows]

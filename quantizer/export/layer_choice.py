@@ -67,9 +67,7 @@ def network_digest(graph: Graph, solution: Solution) -> str:
 
     Scales are left out. Their last bits differ between processors, and change no speed.
     """
-    rows: list[list[Any]] = []
-    for key in sorted(solution.tensors):
-        rows.append([*key, solution.tensors[key].spec.to_json()])
+    rows = [[*key, solution.tensors[key].spec.to_json()] for key in sorted(solution.tensors)]
     return value_digest([layer_digests(graph), rows])
 
 
@@ -99,10 +97,11 @@ def read_choice(path: Path, digest: str, weights: str, keys: Collection[Key]) ->
             f"<--onnx_weights {weights}>",
             help=f"give <--onnx_weights {content['weights']}>, or {_HELP}",
         )
-    unknown: list[str] = []
-    for layer, role in content["float_activations"]:
-        if (layer, role) not in keys:
-            unknown.append(f"{role} of {layer}")
+    unknown = [
+        f"{role} of {layer}"
+        for layer, role in content["float_activations"]
+        if (layer, role) not in keys
+    ]
     if unknown:
         raise ResultError(
             f"{path} leaves {first_names(unknown)} in float, which this network does not "

@@ -117,11 +117,11 @@ def parameter_values(
 def state_of(model: nn.Module) -> dict[str, Tensor]:
     """Return the tensors of a model's state, each under the first of its names."""
     names = first_names(model)
-    state: dict[str, Tensor] = {}
-    for name, tensor in model.state_dict().items():
-        if names.get(name, name) == name:
-            state[name] = tensor.detach().cpu()
-    return state
+    return {
+        name: tensor.detach().cpu()
+        for name, tensor in model.state_dict().items()
+        if names.get(name, name) == name
+    }
 
 
 def first_names(model: nn.Module) -> dict[str, str]:

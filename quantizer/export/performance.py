@@ -116,10 +116,11 @@ class Kernels:
         layers_by_reason: dict[str, list[str]] = {}
         for layer, why in self.floating.items():
             layers_by_reason.setdefault(why, []).append(layer)
-        lines = [self.counted]
-        for why, layers in layers_by_reason.items():
-            lines.append(f"in float: {first_names(layers)}: {why}")
-        return lines
+        lines = [
+            f"in float: {first_names(layers)}: {why}"
+            for why, layers in layers_by_reason.items()
+        ]
+        return [self.counted, *lines]
 
     def to_json(self) -> dict[str, Any]:
         """Return the layers and the shares."""
@@ -232,10 +233,8 @@ class Speed:
         >>> Speed.of([1.0, 1.0, 1.0], [1.5, 2.0, 2.5])
         Speed(ratio=2.0, low=1.75, high=2.25, rounds=3, waited=0.0, faster=None, remedy='')
         """
-        ratios: list[float] = []
-        for our_time, float_time in zip(ours, floats, strict=True):
-            if our_time > 0 and float_time > 0:
-                ratios.append(float_time / our_time)
+        times = zip(ours, floats, strict=True)
+        ratios = [theirs / our for our, theirs in times if our > 0 and theirs > 0]
         if len(ratios) < MIN_ROUNDS:
             return None
         low, _, high = quantiles(ratios, n=4, method="inclusive")

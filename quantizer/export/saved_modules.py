@@ -85,10 +85,11 @@ def _write_quantized(model: nn.Module, folder: Path) -> None:
             raise ModelError(
                 f"{name} in the state of the model is not a tensor, so it cannot be saved"
             )
-    ties = {}
-    for name, first_name in first_names(model).items():
-        if name != first_name and name in state and first_name in state:
-            ties[name] = first_name
+    ties = {
+        name: first_name
+        for name, first_name in first_names(model).items()
+        if name != first_name and name in state and first_name in state
+    }
     for name in ties:
         del state[name]
     layers = {}

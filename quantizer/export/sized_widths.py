@@ -14,7 +14,6 @@ from quantizer.errors import UsageError
 from quantizer.evaluation.analyze import (
     Analysis,
     WatchedData,
-    WeightRow,
     analyze_weights,
     width_candidates,
 )
@@ -204,9 +203,7 @@ class _FileSizes:
 
     def applied_to(self, analysis: Analysis) -> Analysis:
         """Return an analysis with the sizes of the files."""
-        rows: list[WeightRow] = []
-        for row in analysis.rows:
-            rows.append(replace(row, sizes=self.by_layer[row.name]))
+        rows = [replace(row, sizes=self.by_layer[row.name]) for row in analysis.rows]
         return replace(analysis, rows=rows, other_bytes=self.floats)
 
 

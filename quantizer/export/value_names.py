@@ -56,27 +56,19 @@ def in_traced_order(graph: Graph, args: tuple[Any, ...], kwargs: Mapping[str, An
 def _ordered(value: Any, paths: Sequence[_Path]) -> Any:
     """Return a nested value with the keys of its dicts as they come in paths into it."""
     if isinstance(value, dict):
-        ordered: dict[Any, Any] = {}
         traced_keys = [path[0] for path in paths if path and path[0] in value]
-        for key in dict.fromkeys([*traced_keys, *value]):
-            ordered[key] = _ordered(value[key], _inside(paths, key))
-        return ordered
+        keys = dict.fromkeys([*traced_keys, *value])
+        return {key: _ordered(value[key], _inside(paths, key)) for key in keys}
     if type(value) in (list, tuple):
-        items = []
-        for index, item in enumerate(value):
-            inner_paths = _inside(paths, index)
-            items.append(_ordered(item, inner_paths))
-        return type(value)(items)
+        return type(value)(
+            _ordered(item, _inside(paths, index)) for index, item in enumerate(value)
+        )
     return value
 
 
 def _inside(paths: Sequence[_Path], key: Any) -> list[_Path]:
     """Return the paths that begin with a key, without it."""
-    inner = []
-    for path in paths:
-        if path and path[0] == key:
-            inner.append(path[1:])
-    return inner
+    return [path[1:] for path in paths if path and path[0] == key]
 
 
 def output_names(names: Sequence[str]) -> list[str]:
@@ -85,11 +77,7 @@ def output_names(names: Sequence[str]) -> list[str]:
     >>> output_names(["boxes", "aux.0", "1"])
     ['boxes', 'aux.0', 'output_1']
     """
-    in_file: list[str] = []
-    for name in names:
-        if name[0].isdecimal():
-            name = f"output_{name}"
-        in_file.append(name)
+    in_file = [f"output_{name}" if name[0].isdecimal() else name for name in names]
     return unused_names(in_file, ())
 
 

@@ -314,8 +314,7 @@ def test_default_settings_of_an_engine_are_told_from_how_it_reads_a_file(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    (tmp_path / "engine.py").write_text(TWO_WAYS.replace("FACTOR", str(factor)))
-    monkeypatch.setattr(onnx_openvino, "_PROCESS", tmp_path / "engine.py")
+    monkeypatch.setattr(onnx_openvino, "_PROGRAM", TWO_WAYS.replace("FACTOR", str(factor)))
     monkeypatch.setattr(onnx_openvino, "version", lambda name: "1.2")
     result = quantizer.calibrate(nn.Conv2d(3, 4, 1).eval(), DEFAULT, images(4, 4))
     (check,) = result.export("onnx", tmp_path / "net.onnx").engines
@@ -347,8 +346,7 @@ def test_default_settings_of_an_engine_are_told_from_how_it_reads_a_file(
 def test_an_engine_that_fails_keeps_no_file_from_being_written(
     script: str, failure: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "engine.py").write_text(script)
-    monkeypatch.setattr(onnx_openvino, "_PROCESS", tmp_path / "engine.py")
+    monkeypatch.setattr(onnx_openvino, "_PROGRAM", script)
     monkeypatch.setattr(onnx_openvino, "version", lambda name: "1.2")
     result = quantizer.calibrate(nn.Conv2d(3, 4, 1).eval(), DEFAULT, images(4, 4))
     (check,) = result.export("onnx", tmp_path / "net.onnx").engines

@@ -203,10 +203,12 @@ def complete_checkpoint(
         graph: of the model.
     """
     unused = unused_tensors(model)
+    modules = model.named_modules(remove_duplicate=False)
+    linears = [path for path, module in modules if isinstance(module, nn.Linear)]
     return CompressedCheckpoint(
         with_shared_factors(graph, layers),
         tensors,
-        (*_linears_of(model), *_matrices(unused)),
+        (*linears, *_matrices(unused)),
         (*remarks, *partial_block_remarks(graph, layers), *_plain_layer_remarks(graph, layers)),
         _head_of(model),
         fused_names(graph),
@@ -313,13 +315,6 @@ def _token_remarks(specs: TensorSpecs, placement: CodePlacement) -> Iterator[str
             f"the inputs of {first_names(layers)} do not have {_AXES_OF_TOKENS} axes: "
             "transformers finds one scale for several tokens there, and engines one for each"
         )
-
-
-def _linears_of(model: nn.Module) -> Iterator[str]:
-    """Yield the paths of all linear modules."""
-    for path, module in model.named_modules(remove_duplicate=False):
-        if isinstance(module, nn.Linear):
-            yield path
 
 
 def _matrices(tensors: Mapping[str, Tensor]) -> Iterator[str]:

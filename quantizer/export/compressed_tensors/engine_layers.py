@@ -18,12 +18,9 @@ import torch
 from torch import Tensor, nn
 
 from quantizer.config.wording import first_names
-from quantizer.export.compressed_tensors.schemes import (
-    NVFP4_FORMAT,
-    CompressedLayer,
-    engine_words,
-)
+from quantizer.export.compressed_tensors.schemes import NVFP4_FORMAT, CompressedLayer
 from quantizer.export.exporter import Refusal
+from quantizer.export.limits import is_symmetric
 from quantizer.export.model_tensors import cannot_store, family_of
 from quantizer.graph.ir import Graph, Node
 from quantizer.graph.modules import is_of_experts
@@ -244,7 +241,12 @@ def fused_names(graph: Graph) -> dict[str, tuple[str, ...]]:
     return names
 
 
-def _words(specs: TensorSpecs, inputs: Mapping[str, Key], layer: str) -> tuple[object, ...]:
-    key = inputs.get(layer)
-    input_spec = None if key is None else specs[key]
-    return engine_words(specs[layer, "weights"], input_spec)
+def _words(specs: TensorSpecs, inputs: Mapping[str, Key], layer: str) -> list[object]:
+    """Return what must be equal in layers that an engine fuses."""
+    words: list[object] = []
+    for key in ((layer, "weights"), inputs.get(layer)):
+        if key is not None:
+            spec = specs[key]
+            words += [spec.dtype, spec.bit_width, is_symmetric(spec), spec.is_dynamic]
+            words += [spec.qscheme, spec.group_size, spec.scale_type]
+    return words

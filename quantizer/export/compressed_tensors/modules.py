@@ -105,9 +105,10 @@ def _checkpoint_of_modules(model: nn.Module) -> CompressedCheckpoint:
     specs = _specs(graph, quantized)
     placement = place_codes(graph, specs)
     refuse(f"<--deploy {TARGET_NAME}>", [*_insertion_refusals(quantized), *placement.refusals])
-    layers: dict[str, CompressedLayer] = {}
-    for name, node in placement.linears.items():
-        layers[node.scope] = _layer(quantized[node.scope], name, placement)
+    layers = {
+        node.scope: _layer(quantized[node.scope], name, placement)
+        for name, node in placement.linears.items()
+    }
     prefixes = tuple(f"{path}.quantizers." for path in quantized)
     state = state_of(model).items()
     tensors = {name: tensor for name, tensor in state if not name.startswith(prefixes)}

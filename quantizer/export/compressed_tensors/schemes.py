@@ -97,21 +97,6 @@ class CompressedLayer:
         return tensors
 
 
-def engine_words(weight: QuantizationSpec, inputs: QuantizationSpec | None) -> tuple[Any, ...]:
-    """Return what must be equal in layers that an engine fuses.
-
-    Args:
-        weight: the spec of a layer's weight.
-        inputs: the spec of its input, None if that stays float.
-    """
-    words: list[Any] = []
-    for spec in (weight, inputs):
-        if spec is not None:
-            words += [spec.dtype, spec.bit_width, is_symmetric(spec), spec.is_dynamic]
-            words += [spec.qscheme, spec.group_size, spec.scale_type]
-    return tuple(words)
-
-
 def _weight_scheme(spec: QuantizationSpec, scale: Tensor) -> dict[str, Any]:
     """Return the entry of the config that says how a weight is quantized."""
     is_usual = 0 < (spec.group_size or 0) <= _LARGEST_GROUP

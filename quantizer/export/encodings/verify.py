@@ -5,6 +5,7 @@ aimet-onnx is installed, it runs them, too.
 import json
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
@@ -20,13 +21,7 @@ from numpy.typing import NDArray
 from onnx import GraphProto, ModelProto, NodeProto, numpy_helper
 from torch import Tensor
 
-from quantizer.export.acceptance import (
-    accept_file,
-    compared_calls,
-    engine_check,
-    require_success,
-    started,
-)
+from quantizer.export.acceptance import engine_check, require_success, started, verified_calls
 from quantizer.export.agreement import EngineCheck, Verification
 from quantizer.export.deployment import Deployment
 from quantizer.export.encodings.document import TensorEncoding, channel_axes, read_document
@@ -71,13 +66,12 @@ def verify_encodings(written: EncodedFile) -> Verification:
     deployment = written.tested
     with _evaluated_file(written) as file:
         outputs = session_outputs(open_session(file, UNOPTIMIZED), file, deployment)
-        (verification,) = compared_calls(deployment, lambda *call: [outputs(*call)])
-        return accept_file(
-            verification,
+        return verified_calls(
             deployment,
             outputs,
-            refusal=f"{written.name} is not written: the network with its encodings",
+            name=written.name,
             remedy=_REMEDY,
+            subject="the network with its encodings",
         )
 
 
@@ -93,8 +87,7 @@ def _evaluated_file(written: EncodedFile) -> Iterator[OnnxFile]:
     with TemporaryDirectory() as folder:
         path = str(Path(folder) / "evaluated.onnx")
         # The tensors go to another file, and the message keeps the rest.
-        outline = ModelProto()
-        outline.CopyFrom(evaluated)
+        outline = deepcopy(evaluated)
         onnx.save_model(outline, path, save_as_external_data=True, location="tensors")
         yield OnnxFile(written.name, path, evaluated)
 
@@ -108,8 +101,7 @@ def evaluated_model(model: ModelProto, text: str) -> ModelProto:
         model: the file's, which is not changed.
         text: of the file of encodings.
     """
-    evaluated = ModelProto()
-    evaluated.CopyFrom(model)
+    evaluated = deepcopy(model)
     graph = evaluated.graph
     shapes = {tensor.name: tuple(tensor.dims) for tensor in graph.initializer}
     encodings = read_document(json.loads(text), shapes, channel_axes(model))
@@ -131,11 +123,7 @@ def evaluated_model(model: ModelProto, text: str) -> ModelProto:
             if name in by_name:
                 node.output[index] = name + _MADE
                 nodes += _nodes(graph, by_name[name], name + _MADE, name)
-    copies: list[NodeProto] = []
-    for node in nodes:
-        copy = NodeProto()
-        copy.CopyFrom(node)
-        copies.append(copy)
+    copies = [deepcopy(node) for node in nodes]
     del graph.node[:]
     graph.node.extend(copies)
     return evaluated

@@ -72,27 +72,14 @@ _OTHER_SCHEME = (
 _ALIKE_HELP = "quantize all linear layers alike, or exclude some"
 
 
-@dataclass(frozen=True)
-class GptqScheme:
-    """What all layers of a checkpoint have in common.
-
-    Attributes:
-        bits: the width of codes.
-        group_size: how many inputs share a scale; -1 for whole rows.
-        symmetric: whether all zero points are in the middle of the codes.
-    """
-
-    bits: int
-    group_size: int
-    symmetric: bool
-
-    @classmethod
-    def of(cls, spec: QuantizationSpec) -> "GptqScheme":
-        """Return the scheme of a weight."""
-        group_size = WHOLE_ROWS
-        if spec.qscheme == "per_group" and spec.group_size is not None:
-            group_size = spec.group_size
-        return cls(spec.bit_width, group_size, is_symmetric(spec))
+def _scheme(spec: QuantizationSpec) -> dict[str, Any]:
+    """Return the settings that all layers of a checkpoint have in common, for a weight."""
+    group_size = spec.group_size if spec.qscheme == "per_group" else None
+    return {
+        "bits": spec.bit_width,
+        "group_size": WHOLE_ROWS if group_size is None else group_size,
+        "sym": is_symmetric(spec),
+    }
 
 
 def gptq_refusals(graph: Graph, specs: TensorSpecs) -> Iterator[Refusal]:
@@ -134,7 +121,7 @@ def _weight_refusal(graph: Graph, node: Node, spec: QuantizationSpec) -> Reason 
 
 def _other_schemes(linears: Mapping[str, Node], specs: TensorSpecs) -> Iterator[Refusal]:
     """Yield a refusal for each layer that has another scheme than the first."""
-    schemes = {layer: GptqScheme.of(specs[layer, "weights"]) for layer in linears}
+    schemes = {layer: _scheme(specs[layer, "weights"]) for layer in linears}
     for layer, scheme in schemes.items():
         if scheme != next(iter(schemes.values())):
             yield Refusal(_OTHER_SCHEME, _ALIKE_HELP, layer, "weights")
@@ -179,11 +166,6 @@ def layer_tensors(path: str, weight: QuantizedTensor) -> dict[str, Tensor]:
     }
 
 
-def with_stored_scales(weight: QuantizedTensor) -> QuantizedTensor:
-    """Return a weight with the scales of the file, which are in the model's dtype."""
-    return replace(weight, scale=weight.scale.to(weight.dtype).float())
-
-
 @dataclass(frozen=True)
 class GptqFolder:
     """A folder that was written, and the network that it stands for."""
@@ -208,7 +190,11 @@ class GptqExporter(CheckpointExporter[GptqFolder]):
         if self.refusals(graph, solution.specs, -1):
             return solution
         layers = place_codes(graph, solution.specs).linears
-        return with_scales_of_file(graph, solution, layers, with_stored_scales)
+
+        def in_dtype_of_model(weight: QuantizedTensor) -> QuantizedTensor:
+            return replace(weight, scale=weight.scale.to(weight.dtype).float())
+
+        return with_scales_of_file(graph, solution, layers, in_dtype_of_model)
 
     @contextmanager
     def write(self, deployment: Deployment, path: Path) -> Iterator[GptqFolder]:
@@ -258,13 +244,10 @@ def _settings(checkpoint: CompressedCheckpoint) -> dict[str, Any]:
     which those that begin with a minus stay float.
     """
     first = next(iter(checkpoint.layers.values()))
-    scheme = GptqScheme.of(first.weight.spec)
     settings: dict[str, Any] = {
         "quant_method": _FORM,
         "checkpoint_format": _FORM,
-        "bits": scheme.bits,
-        "group_size": scheme.group_size,
-        "sym": scheme.symmetric,
+        **_scheme(first.weight.spec),
         "desc_act": False,
         "lm_head": checkpoint.head in checkpoint.layers,
         "pack_dtype": "int32",

@@ -189,9 +189,9 @@ def _size_remarks(source: MobileProgram) -> list[str]:
 
 def _outside_remarks(program: ExportedProgram) -> list[str]:
     """Return a sentence on the operators that XNNPACK does not compute."""
-    inside = 0
-    for part in _delegated(program):
-        inside += sum(node.op == "call_function" for node in part.graph.nodes)
+    inside = sum(
+        node.op == "call_function" for part in _delegated(program) for node in part.graph.nodes
+    )
     inputs = program.graph_signature.user_inputs
     outside: Counter[str] = Counter()
     for node in program.graph.nodes:

@@ -367,8 +367,4 @@ def _folded(graph: Graph, fixed: set[str]) -> set[str]:
         follows = not multiplied.isdisjoint(node.refs())
         if node.row.kind == "mac" or follows:
             multiplied.add(node.name)
-    folded: set[str] = set()
-    for name in multiplied & read:
-        if graph.by_name[name].dtype is not None:
-            folded.add(name)
-    return folded
+    return {name for name in multiplied & read if graph.by_name[name].dtype is not None}

@@ -276,9 +276,10 @@ def _takes_batches(content: bytes, deployment: Deployment) -> bool:
 
 def _run_apart(run: Any, deployment: Deployment, call: Any) -> list[Tensor]:
     """Return the outputs of a file that runs on each sample of a batch."""
-    rows: list[list[Tensor]] = []
-    for index in range(batch_size(deployment.graph, call) or 1):
-        rows.append(_run(run, deployment, _samples(deployment, call, [index])))
+    rows = [
+        _run(run, deployment, _samples(deployment, call, [index]))
+        for index in range(batch_size(deployment.graph, call) or 1)
+    ]
     outputs: list[Tensor] = []
     for output, parts in zip(deployment.outputs, zip(*rows, strict=True), strict=True):
         shape = deployment.graph.by_name[output.node].shape or (None,)
@@ -290,10 +291,8 @@ def _run_apart(run: Any, deployment: Deployment, call: Any) -> list[Tensor]:
 def _run(run: Any, deployment: Deployment, call: Any) -> list[Tensor]:
     """Return the outputs of a file as floats."""
     details = run.get_input_details()
-    feed: dict[str, Any] = {}
-    for name, tensor in zip(deployment.input_names, tensor_leaves(call), strict=True):
-        feed[name] = _as_input(tensor, details[name])
-    results = run(**feed)
+    tensors = zip(deployment.input_names, tensor_leaves(call), strict=True)
+    results = run(**{name: _as_input(tensor, details[name]) for name, tensor in tensors})
     return [_from_output(results[name], run, name) for name in deployment.output_names]
 
 

@@ -150,9 +150,7 @@ def fold_padding(program: ExportedProgram) -> None:
         amounts = _symmetric_amounts(pad)
         if amounts is None:
             continue
-        stated = list(node.args)
-        for default in _DEFAULTS[len(stated) - 2 :]:
-            stated.append(default)
+        stated = [*node.args, *_DEFAULTS[len(node.args) - 2 :]]
         pairs = zip(stated[_PADDING_INDEX], amounts, strict=True)
         stated[_PADDING_INDEX] = [size + amount for size, amount in pairs]
         node.args = tuple(stated)

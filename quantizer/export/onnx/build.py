@@ -188,11 +188,12 @@ def build_onnx(
 
 def operator_set(specs: TensorSpecs, conventions: Conventions = EXACT) -> int:
     """Return 20, or 21 if only that has a type of codes or the blocks of a weight."""
-    opsets = [DEFAULT_OPSET]
-    for (_, role), spec in specs.items():
-        if spec.dtype == "int":
-            opsets.append(_first_opset(role, spec, conventions))
-    return max(opsets)
+    opsets = [
+        _first_opset(role, spec, conventions)
+        for (_, role), spec in specs.items()
+        if spec.dtype == "int"
+    ]
+    return max(DEFAULT_OPSET, *opsets)
 
 
 def _first_opset(role: str, spec: QuantizationSpec, conventions: Conventions) -> int:

@@ -77,10 +77,7 @@ def complex_refusals(graph: Graph) -> Iterator[Refusal]:
 
 def _is_complex(graph: Graph, node: Node) -> bool:
     """Return whether an operator reads or returns complex numbers."""
-    dtypes = [node.dtype]
-    for name in node.refs():
-        source = graph.by_name[name]
-        dtypes.append(source.dtype)
+    dtypes = [node.dtype, *(graph.by_name[name].dtype for name in node.refs())]
     return any(dtype is not None and dtype.is_complex for dtype in dtypes)
 
 
@@ -238,9 +235,7 @@ def _convolution(x: Tensor, weight: Tensor, bias: Tensor | None = None, *argumen
     padding = settings["padding"]
     edges = _edges(padding, windows)
     padded = functional.pad(x, edges)
-    sizes: list[int] = []
-    for axis, length in enumerate(padded.shape[2:]):
-        sizes.append(windows.count(axis, length))
+    sizes = [windows.count(axis, length) for axis, length in enumerate(padded.shape[2:])]
     batch = x.shape[0]
     outputs = weight.shape[0]
     inputs = math.prod(weight.shape[1:])

@@ -16,7 +16,7 @@ from typing import Any
 
 import onnxruntime
 from numpy.typing import NDArray
-from onnx import GraphProto, ModelProto, NodeProto, TensorProto, helper, numpy_helper
+from onnx import GraphProto, ModelProto, NodeProto, TensorProto, numpy_helper
 
 from quantizer.calibration.solution import Solution
 from quantizer.config.model import QuantizationSpec
@@ -182,7 +182,8 @@ class ExecutedGraph:
             keys = operands[1]
             return 0 if keys is None else 2 * prod(first) * keys[-2]
         if operator == "Einsum":
-            return einsum_multiply_adds(_equation(node), operands)
+            equations = [item.s.decode() for item in node.attribute if item.name == "equation"]
+            return einsum_multiply_adds(equations[0], operands)
         if result is None:
             return 0
         if operator in ("Gemm", "FusedGemm", "QGemm"):
@@ -231,14 +232,6 @@ def _graphs(graph: GraphProto) -> Iterator[GraphProto]:
         for attribute in node.attribute:
             if attribute.HasField("g"):
                 yield from _graphs(attribute.g)
-
-
-def _equation(node: NodeProto) -> str:
-    """Return the equation of an Einsum."""
-    for attribute in node.attribute:
-        if attribute.name == "equation":
-            return str(helper.get_attribute_value(attribute).decode())
-    return ""
 
 
 _ONNX_RUNTIME = "ONNX Runtime"

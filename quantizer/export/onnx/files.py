@@ -50,10 +50,11 @@ def clean_proto(model: ModelProto, graph: Graph, input_names: Sequence[str]) -> 
 
 
 def _set_domains(model: ModelProto) -> None:
-    domains: dict[str, int] = {}
-    for entry in model.opset_import:
-        if entry.domain not in (MARK_DOMAIN, PACKED_DOMAIN):
-            domains[entry.domain] = entry.version
+    domains = {
+        entry.domain: entry.version
+        for entry in model.opset_import
+        if entry.domain not in (MARK_DOMAIN, PACKED_DOMAIN)
+    }
     if any(node.domain == PACKED_DOMAIN for node in model.graph.node):
         domains[PACKED_DOMAIN] = 1
     del model.opset_import[:]

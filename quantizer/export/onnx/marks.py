@@ -57,11 +57,9 @@ class Lowering:
     @cached_property
     def specs(self) -> dict[Key, QuantizationSpec]:
         """Return the specs of all quantizations that are not left out."""
-        specs: dict[Key, QuantizationSpec] = {}
-        for key, tensor in self.quantizations:
-            if key not in self.left_out:
-                specs[key] = tensor.spec
-        return specs
+        return {
+            key: tensor.spec for key, tensor in self.quantizations if key not in self.left_out
+        }
 
     def has_float_input(self, layer: str) -> bool:
         """Return whether the input of a layer is not quantized."""

@@ -139,7 +139,7 @@ class _Run:
         np.savez(folder / "inputs.npz", **arrays)
         runs = {f"outputs_{index}.npz": dict(chosen) for index, chosen in enumerate(settings)}
         (folder / "runs.json").write_text(json.dumps(runs), "utf-8")
-        process = started(f"{getsource(_run_openvino)}\n_run_openvino()", folder)
+        process = started(_PROGRAM, folder)
         return cls(folder, process, tuple(runs))
 
     def outputs(self) -> list[Arrays]:
@@ -182,3 +182,6 @@ def _run_openvino() -> None:
             for name in value.get_names():
                 arrays[name] = results[value]
         np.savez(path, **arrays)
+
+
+_PROGRAM = f"{getsource(_run_openvino)}\n_run_openvino()"

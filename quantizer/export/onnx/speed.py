@@ -5,6 +5,7 @@ weights.
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -42,10 +43,8 @@ _HIGHEST_BIT = np.uint8(128)
 
 def float_model(model: ir.Model) -> bytes | None:
     """Return a translated network with marks without quantization; None if it is large."""
-    size = 0
-    for value in model.graph.initializers.values():
-        if value.const_value is not None:
-            size += value.const_value.nbytes
+    values = [value.const_value for value in model.graph.initializers.values()]
+    size = sum(value.nbytes for value in values if value is not None)
     if size > _MAX_FLOAT_BYTES:
         return None
     proto = ir.to_proto(model)
@@ -70,10 +69,8 @@ def measured_speed(
         with_int8: the same file with int8 weights. If it is faster, its speed is returned, too.
     """
     models = [floating] if with_int8 is None else [floating, with_int8]
-    sessions = [session]
-    for model in models:
-        sessions.append(timed_session(model, onnxruntime.SessionOptions()))
-    timers = [partial(mean_seconds, other, feed) for other in sessions]
+    further = [timed_session(model, onnxruntime.SessionOptions()) for model in models]
+    timers = [partial(mean_seconds, other, feed) for other in (session, *further)]
     speed, *others = speeds_in_turns(timers)
     if speed is None:
         return None
@@ -158,8 +155,7 @@ def with_int8_weights(model: ModelProto) -> bytes | None:
     """
     if not torch.cpu._is_vnni_supported():
         return None
-    changed = ModelProto()
-    changed.CopyFrom(model)
+    changed = deepcopy(model)
     tensors = {tensor.name: tensor for tensor in changed.graph.initializer}
     unsigned: set[str] = set()
     of_others: set[str] = set()

@@ -72,9 +72,9 @@ class _MarkedNetwork(nn.Module):
             value = next(remaining) if is_tensor else leaf
             leaves.append(value)
         args, kwargs = pytree.tree_unflatten(leaves, self.spec)
-        weights: dict[str, Tensor] = {}
-        for name, mark in self.weights.items():
-            weights[name] = mark(self.network.get_parameter(name))
+        weights = {
+            name: mark(self.network.get_parameter(name)) for name, mark in self.weights.items()
+        }
         result = torch.func.functional_call(self.network, weights, args, kwargs)
         outputs: list[Tensor] = []
         for output in tensor_leaves(result):

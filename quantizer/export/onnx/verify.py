@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from copy import deepcopy
 from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -55,8 +56,7 @@ class LayerCheck:
         self._zeros: dict[Key, NDArray[Any]] = {}
         self._find_codes(model)
         self.rows = {key: LayerCodes(*key) for key in self.values}
-        self.model = ModelProto()
-        self.model.CopyFrom(model)
+        self.model = deepcopy(model)
         for key, name in self.values.items():
             data_type = onnx.helper.np_dtype_to_tensor_dtype(self._zeros[key].dtype)
             output = onnx.helper.make_tensor_value_info(name, data_type, None)
@@ -173,7 +173,7 @@ def verify_sessions(file: OnnxFile, deployment: Deployment) -> Verification:
             place = folder if label == watched else ""
             sessions[label] = open_session(file, label, place)
         multiplications = _multiplications(file, deployment, sessions[watched], folder)
-    layers = _LayerSession.of(file, deployment)
+    layers = _layer_session(file, deployment)
     feeds: list[dict[str, NDArray[Any]]] = []
 
     def run(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[list[Tensor]]:
@@ -186,9 +186,11 @@ def verify_sessions(file: OnnxFile, deployment: Deployment) -> Verification:
             with failures_named(label, file.name):
                 results.append(_outputs(session, feed))
         if layers is not None:
+            check, layer_session = layers
+            names = list(check.values.values())
             with failures_named(DEFAULT, file.name):
-                codes = layers.codes(feed)
-            layers.check.add(args, kwargs, codes)
+                codes = layer_session.run(names, feed)
+            check.add(args, kwargs, dict(zip(names, codes, strict=True)))
         return results
 
     verified: dict[str, Verification] = {}
@@ -205,7 +207,7 @@ def verify_sessions(file: OnnxFile, deployment: Deployment) -> Verification:
             refusal=f"{file.name} is not written: {label}",
             remedy=remedy,
         )
-    rows = () if layers is None else tuple(layers.check.rows.values())
+    rows = () if layers is None else tuple(layers[0].rows.values())
     speed = _speed(file, sessions[DEFAULT], feeds)
     if speed is not None and speed.high < 1 and deployment.layer_choice is None:
         speed = replace(speed, remedy=_NEVER_SLOWER)
@@ -251,37 +253,27 @@ def _speed(
         return measured_speed(session, file.floating, feeds[0], with_int8=with_int8)
 
 
-@dataclass(frozen=True)
-class _LayerSession:
-    """A default session that also returns the codes of all layers, and what compares them."""
+def _layer_session(
+    file: OnnxFile, deployment: Deployment
+) -> tuple[LayerCheck, onnxruntime.InferenceSession] | None:
+    """Return what compares the codes of layers, and a default session that also returns them.
 
-    check: LayerCheck
-    session: onnxruntime.InferenceSession
-
-    @classmethod
-    def of(cls, file: OnnxFile, deployment: Deployment) -> _LayerSession | None:
-        """Return None if no layer has codes, or the network is in half precision.
-
-        It is None, too, if the file is too large to be changed, or if ONNX Runtime cannot load
-        it with all codes as outputs.
-        """
-        is_half = any(node.dtype in HALF for node in deployment.graph.nodes)
-        if is_half or not isinstance(file.source, bytes):
-            return None
-        check = LayerCheck(file.model, deployment)
-        if not check.rows:
-            return None
-        watched = replace(file, source=check.model.SerializeToString())
-        try:
-            return cls(check, open_session(watched, DEFAULT))
-        except VerificationError:
-            # Its optimizer fails at some networks with more outputs. The file has loaded.
-            return None
-
-    def codes(self, feed: Mapping[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
-        """Return the codes of one batch, by the names of their values."""
-        names = list(self.check.values.values())
-        return dict(zip(names, self.session.run(names, feed), strict=True))
+    Return None if no layer has codes, or the network is in half precision. It is None, too, if
+    the file is too large to be changed, or if ONNX Runtime cannot load it with all codes as
+    outputs.
+    """
+    is_half = any(node.dtype in HALF for node in deployment.graph.nodes)
+    if is_half or not isinstance(file.source, bytes):
+        return None
+    check = LayerCheck(file.model, deployment)
+    if not check.rows:
+        return None
+    watched = replace(file, source=check.model.SerializeToString())
+    try:
+        return check, open_session(watched, DEFAULT)
+    except VerificationError:
+        # Its optimizer fails at some networks with more outputs. The file has loaded.
+        return None
 
 
 def open_session(file: OnnxFile, label: str, folder: str = "") -> onnxruntime.InferenceSession:

@@ -19,7 +19,6 @@ from typing import Any
 import numpy as np
 import onnx
 import torch
-from numpy.typing import NDArray
 from onnx import ModelProto
 from torch import Tensor
 
@@ -103,10 +102,12 @@ class IrSession:
         results = self.folder / f"outputs_{self.count}.npz"
         np.savez(inputs, **feed)
         self.ask("run", self.count)
-        outputs: list[list[Tensor]] = []
+        names = [value.name for value in self.model.graph.output]
         with np.load(results) as arrays:
-            for index in range(len(_SETTINGS)):
-                outputs.append(self._tensors(arrays, index))
+            outputs = [
+                [torch.from_numpy(arrays[f"{index}:{name}"]) for name in names]
+                for index in range(len(_SETTINGS))
+            ]
         inputs.unlink()
         results.unlink()
         return outputs
@@ -118,13 +119,6 @@ class IrSession:
             return self.run(args, kwargs)[setting]
 
         return call
-
-    def _tensors(self, arrays: Mapping[str, NDArray[Any]], index: int) -> list[Tensor]:
-        """Return the outputs of one of the settings, in order."""
-        tensors: list[Tensor] = []
-        for value in self.model.graph.output:
-            tensors.append(torch.from_numpy(arrays[f"{index}:{value.name}"]))
-        return tensors
 
     def products(self) -> list[Product]:
         """Return the multiplications of the last call in the default settings.
@@ -146,11 +140,10 @@ class IrSession:
         left = [name for name in names if name not in integer]
         if len(left) == len(unnamed):
             integer.update(zip(left, unnamed, strict=True))
-        products: list[Product] = []
-        for name, (_, kind, attributes, shapes) in zip(names, rows, strict=True):
-            size = multiply_adds(kind, attributes, shapes)
-            products.append(Product(name, kind, integer.get(name, False), size))
-        return products
+        return [
+            Product(name, kind, integer.get(name, False), multiply_adds(kind, *operands))
+            for name, (_, kind, *operands) in zip(names, rows, strict=True)
+        ]
 
     def seconds(self, which: str, runs: int) -> float:
         """Return the seconds of one run of the last call, "model" or "float"."""
@@ -170,15 +163,11 @@ class IrSession:
         except BrokenPipeError:
             answer = ""
         if not answer:
-            raise self._failure()
+            assert self.process.stderr is not None
+            why = failure_of(self.process.wait(), self.process.stderr.read())
+            text = f"{self.name} is not written: OpenVINO cannot run it: {why}"
+            raise VerificationError(text, help=_HELP)
         return json.loads(answer)
-
-    def _failure(self) -> VerificationError:
-        """Return why the process has ended."""
-        assert self.process.stderr is not None
-        why = failure_of(self.process.wait(), self.process.stderr.read())
-        text = f"{self.name} is not written: OpenVINO cannot run it: {why}"
-        return VerificationError(text, help=_HELP)
 
 
 def multiply_adds(
@@ -332,15 +321,7 @@ def _speed(session: IrSession) -> Speed | None:
     return speed
 
 
-@dataclass(frozen=True)
-class OpenVinoIr:
-    """A model that OpenVINO has converted and runs, and the ONNX model that it was."""
-
-    session: IrSession
-    built: BuiltOnnx
-
-
-class OpenVinoIrExporter(Exporter[OpenVinoIr]):
+class OpenVinoIrExporter(Exporter[IrSession]):
     """Writes the network that `--deploy onnx` writes, with int8 weights, in OpenVINO's format.
 
     OpenVINO has integer kernels for int8 weights only.
@@ -365,7 +346,7 @@ class OpenVinoIrExporter(Exporter[OpenVinoIr]):
         return path, path.with_suffix(".bin")
 
     @contextmanager
-    def write(self, deployment: Deployment, path: Path) -> Iterator[OpenVinoIr]:
+    def write(self, deployment: Deployment, path: Path) -> Iterator[IrSession]:
         """Write both files; OpenVINO runs them before they are published.
 
         Raises:
@@ -376,13 +357,13 @@ class OpenVinoIrExporter(Exporter[OpenVinoIr]):
         with TemporaryDirectory() as name:
             folder = Path(name)
             with ir_session(folder, path.name, built, deployment) as session:
-                yield OpenVinoIr(session, built)
+                yield session
             network, weights = self.files(path)
             shutil.copyfile(folder / "model.bin", weights)
             shutil.copyfile(folder / "model.xml", network)
 
-    def verify(self, deployment: Deployment, written: OpenVinoIr) -> Verification:
+    def verify(self, deployment: Deployment, written: IrSession) -> Verification:
         """Run the files in OpenVINO, in float32 and as users do, and measure their speed."""
-        verification = verify_ir(written.session, written.built.tested)
+        verification = verify_ir(written, written.built.tested)
         remarks = (*written.built.remarks, *verification.remarks)
         return replace(verification, remarks=remarks)

@@ -91,7 +91,7 @@ class Engine:
         rows: list[tuple[list[str], bool]] = []
         for node in self.compiled[-1].get_runtime_model().get_ordered_ops():
             if _info(node, "layerType") in _COMPILED_PRODUCTS:
-                names = _names(node, _original_names)
+                names = _names(node, lambda node: _info(node, "originalLayersNames"))
                 precision = _info(node, "runtimePrecision")
                 rows.append((names, precision in _INTEGERS))
         return rows
@@ -107,17 +107,18 @@ class Engine:
         rows: list[_Product] = []
         varying: set[str] = set()
         for node in model.get_ordered_ops():
-            sources: list[str] = []
-            for value in node.input_values():
-                source = value.get_node()
-                sources.append(source.get_name())
+            sources = [value.get_node().get_name() for value in node.input_values()]
             kind = node.get_type_name()
             if kind != "Parameter" and varying.isdisjoint(sources):
                 continue
             varying.add(node.get_name())
             if kind in _MATRIX_PRODUCTS:
-                names = _names(node, _friendly_name)
-                rows.append((names, kind, _attributes(node), _shapes(node)))
+                names = _names(node, lambda node: str(node.get_friendly_name()))
+                attributes = node.get_attributes()
+                sizing = {
+                    name: attributes[name] for name in _SIZING_ATTRIBUTES if name in attributes
+                }
+                rows.append((names, kind, sizing, _shapes(node)))
         return rows
 
     def run(self, number: int) -> None:
@@ -161,16 +162,6 @@ def _info(node: Any, key: str) -> str:
     return str(value.astype(str))
 
 
-def _original_names(node: Any) -> str:
-    """Return the names of what an operator of a compiled model was made of."""
-    return _info(node, "originalLayersNames")
-
-
-def _friendly_name(node: Any) -> str:
-    """Return the name of an operator before it is compiled."""
-    return str(node.get_friendly_name())
-
-
 def _names(node: Any, name_of: Callable[[Any], str]) -> list[str]:
     """Return the names of an operator, and then of those that read it one after the other.
 
@@ -180,20 +171,12 @@ def _names(node: Any, name_of: Callable[[Any], str]) -> list[str]:
     names: list[str] = []
     for _ in range(_MOST_STEPS):
         names += name_of(node).split(",")
-        readers: list[Any] = []
-        for value in node.outputs():
-            readers += value.get_target_inputs()
+        readers = [reader for value in node.outputs() for reader in value.get_target_inputs()]
         if len(readers) != 1:
             break
         (reader,) = readers
         node = reader.get_node()
     return names
-
-
-def _attributes(node: Any) -> dict[str, Any]:
-    """Return the attributes of an operator that its multiply-adds depend on."""
-    attributes = node.get_attributes()
-    return {name: attributes[name] for name in _SIZING_ATTRIBUTES if name in attributes}
 
 
 def _shapes(node: Any) -> list[list[int] | None]:

@@ -129,10 +129,7 @@ def _name_outputs(program: ExportedProgram, names: Sequence[str]) -> None:
     An input that is returned keeps its name. A value that is returned twice gets its first one.
     """
     [output] = program.graph.find_nodes(op="output")
-    tensors: list[fx.Node] = []
-    for value in output.args[0]:
-        if isinstance(value, fx.Node):
-            tensors.append(value)
+    tensors = [value for value in output.args[0] if isinstance(value, fx.Node)]
     if len(tensors) != len(names):
         return
     signature = program.graph_signature
@@ -272,17 +269,11 @@ def _dynamic_shapes(
         size = of_length(length)
         for index, axis in length.axes:
             dimensions[index][axis] = size
-    of_tensors: list[dict[int, Any] | None] = []
-    for node, opened in zip(inputs, dimensions, strict=True):
-        # Inputs that are no tensors have no shape.
-        if node.shape is not None:
-            of_tensors.append(opened or None)
-    remaining = iter(of_tensors)
+    pairs = zip(inputs, dimensions, strict=True)
+    # Inputs that are no tensors have no shape.
+    of_tensors = (opened or None for node, opened in pairs if node.shape is not None)
     leaves, spec = pytree.tree_flatten(call)
-    of_leaves: list[dict[int, Any] | None] = []
-    for leaf in leaves:
-        shape = next(remaining) if isinstance(leaf, Tensor) else None
-        of_leaves.append(shape)
+    of_leaves = [next(of_tensors) if isinstance(leaf, Tensor) else None for leaf in leaves]
     args_shapes, kwargs_shapes = pytree.tree_unflatten(of_leaves, spec)
     return (*args_shapes, *kwargs_shapes.values())
 
@@ -339,22 +330,11 @@ def _lone_program(graph: Graph, node: Node) -> ExportedProgram | None:
         source = graph.by_name[name]
         if source.shape is None or source.dtype is None:
             return None
-        shape = _example_shape(source.shape)
-        tensor = torch.zeros(shape, dtype=source.dtype)
-        tensors.append(tensor)
+        shape = [_EXAMPLE_BATCH if size is None else size for size in source.shape]
+        tensors.append(torch.zeros(shape, dtype=source.dtype))
     try:
         with torch.no_grad(), lean_export():
             return torch.export.export(layer, tuple(tensors))
     # What stops torch.export here did not stop the trace, so it says nothing
     except Exception:  # noqa: BLE001
         return None
-
-
-def _example_shape(shape: Sequence[int | None]) -> list[int]:
-    """Return a shape with a number for the batch."""
-    sizes: list[int] = []
-    for size in shape:
-        if size is None:
-            size = _EXAMPLE_BATCH
-        sizes.append(size)
-    return sizes

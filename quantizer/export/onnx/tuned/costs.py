@@ -308,9 +308,9 @@ def block_milliseconds(
     """Return by block its milliseconds under "integers_ms" and "float_ms", a list of one number
     for each batch.
     """
-    times: dict[str, dict[str, list[float]]] = {}
-    for name in (*quantized.names, *bare.names):
-        times[name] = {"integers_ms": [], "float_ms": []}
+    times: dict[str, dict[str, list[float]]] = {
+        name: {"integers_ms": [], "float_ms": []} for name in (*quantized.names, *bare.names)
+    }
     for pair in pairs:
         integers = quantized.seconds(pair.quantized)
         floats = bare.seconds(pair.bare)
@@ -322,14 +322,12 @@ def block_milliseconds(
 
 def _quantizing_kernels(profile: Profile, points: Iterable[QuantizationPoint]) -> list[Kernel]:
     """Return the kernels of QuantizeLinear at `points`."""
-    names: set[str] = set()
-    for point in points:
-        names |= point.nodes
-    kernels: list[Kernel] = []
-    for kernel in profile.kernels:
-        if kernel.op_type == "QuantizeLinear" and original_name(kernel.name) in names:
-            kernels.append(kernel)
-    return kernels
+    names = {name for point in points for name in point.nodes}
+    return [
+        kernel
+        for kernel in profile.kernels
+        if kernel.op_type == "QuantizeLinear" and original_name(kernel.name) in names
+    ]
 
 
 def _rate(kernels: Iterable[Kernel], op_types: Collection[str]) -> float:
@@ -373,9 +371,8 @@ def _border_cost(
         to_integers += share_of_second * seconds
         seconds = size * (_rate(kernels, ("DequantizeLinear",)) + rearranging)
         to_floats += share_of_second * seconds
-        types: dict[str, str] = {}
-        for node in pair.quantized.optimized.graph.node:
-            types[original_name(node.name)] = node.op_type
+        nodes = pair.quantized.optimized.graph.node
+        types = {original_name(node.name): node.op_type for node in nodes}
         for name in point.readers:
             block = blocks.block_of_node(name)
             if _reads_codes(types.get(name, "")):

@@ -112,10 +112,10 @@ class RuntimeMeter:
     def speeds(self, models: Sequence[bytes], floating: bytes, feed: Feed) -> list[Speed]:
         """Return the speed of each model against the float network, measured in turns."""
         first, *others = models
-        sessions = []
-        for model in (first, floating, *others):
-            sessions.append(timed_session(model, self._options()))
-        timers = [partial(mean_seconds, session, feed) for session in sessions]
+        timers = [
+            partial(mean_seconds, timed_session(model, self._options()), feed)
+            for model in (first, floating, *others)
+        ]
         speeds = speeds_in_turns(
             timers, seconds=_SECONDS_FOR_EACH * len(timers), shortest=_SHORTEST
         )
@@ -245,19 +245,14 @@ class BlockMap:
 
     def _readers_of(self, node: NodeProto) -> list[NodeProto]:
         """Return the nodes that read an output of a node."""
-        readers: list[NodeProto] = []
-        for name in node.output:
-            readers += self._readers.get(name, [])
-        return readers
+        return [reader for name in node.output for reader in self._readers.get(name, [])]
 
     def points(self, keys: Iterable[Key]) -> list[QuantizationPoint]:
         """Return the places where the file quantizes these activations.
 
         An activation that it does not quantize has none.
         """
-        nodes_by_key: dict[Key, list[NodeProto]] = {}
-        for key in keys:
-            nodes_by_key[key] = []
+        nodes_by_key: dict[Key, list[NodeProto]] = {key: [] for key in keys}
         for node in self.nodes:
             key_or_none = key_of_node(node.name)
             if key_or_none in nodes_by_key:

@@ -7,7 +7,6 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from math import prod
-from typing import Any
 
 import onnx_ir as ir
 import torch
@@ -80,11 +79,7 @@ def _with_whole_end(tensor: QuantizedTensor) -> QuantizedTensor:
 
 def activation_keys(solution: Solution) -> tuple[Key, ...]:
     """Return the layer and role of each quantized activation."""
-    keys: list[Key] = []
-    for layer, role in solution.tensors:
-        if not is_parameter(role):
-            keys.append((layer, role))
-    return tuple(keys)
+    return tuple((layer, role) for layer, role in solution.tensors if not is_parameter(role))
 
 
 METER: Callable[[], RuntimeMeter] = RuntimeMeter
@@ -195,9 +190,7 @@ class Tuner:
         fastest = fastest_trial(trials)
         left_out = sorted(fastest.left_out)
         times = block_milliseconds(self.pairs, self.quantized_blocks, self.bare_blocks)
-        float_layers: dict[str, Any] = {}
-        for name in sorted(fastest.floats - {START}):
-            float_layers[name] = times[name]
+        float_layers = {name: times[name] for name in sorted(fastest.floats - {START})}
         content = {
             "format": DEPLOY_FORMAT,
             "target": "onnx",
@@ -240,11 +233,7 @@ class Tuner:
         Raises:
             UsageError: the machine is too busy.
         """
-        models: list[bytes] = []
-        for trial in trials:
-            file = self.file(trial.left_out)
-            content = file.SerializeToString()
-            models.append(content)
+        models = [self.file(trial.left_out).SerializeToString() for trial in trials]
         measured = list(trials)
         for feed in self.feeds:
             speeds = self._clear_speeds(models, feed)
