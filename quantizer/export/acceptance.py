@@ -8,7 +8,8 @@ import logging
 import math
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ import torch
 from torch import Tensor
 
 from quantizer.comparison.output_comparison import Recorder
-from quantizer.errors import VerificationError, or_without
+from quantizer.errors import VerificationError, first_line, or_without
 from quantizer.export.agreement import Agreement, EngineCheck, Verification
 from quantizer.export.deployment import Deployment, tensor_leaves, to_float32
 from quantizer.export.part_agreement import WITHIN, PartAgreement
@@ -94,6 +95,25 @@ def verified_calls(
     (verification,) = compared_calls(deployment, lambda *call: [outputs(*call)])
     refusal = f"{name} is not written: {subject}"
     return accept_file(verification, deployment, outputs, refusal=refusal, remedy=remedy)
+
+
+@contextmanager
+def failures_named(engine: str, name: str, remedy: str) -> Iterator[None]:
+    """Raise what an engine raises as `VerificationError`; its exceptions have no common class.
+
+    Args:
+        engine: the engine.
+        name: of the file that it runs.
+        remedy: what to do.
+    """
+    try:
+        yield
+    except VerificationError:
+        raise
+    except Exception as error:
+        raise VerificationError(
+            f"{name} is not written: {engine} cannot run it: {first_line(error)}", help=remedy
+        ) from error
 
 
 def accept_file(

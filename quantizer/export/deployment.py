@@ -52,33 +52,32 @@ class Origin:
     metrics: Mapping[str, float] = field(default_factory=dict)
     sizes: Mapping[str, str] = field(default_factory=dict)
 
+    def _content(self) -> dict[str, Any]:
+        """Return what is known, by name."""
+        content: dict[str, Any] = {"producer": "quantizer", "version": quantizer.__version__}
+        metrics = {
+            # More digits may depend on the number of threads
+            name: float(f"{value:.6g}")
+            for name, value in self.metrics.items()
+            if math.isfinite(value)
+        }
+        parts = {"config": self.config, "metrics": metrics, "sizes": self.sizes}
+        return content | {name: part for name, part in parts.items() if part}
+
     def texts(self) -> dict[str, str]:
         """Return the texts to store by name; config and metrics are JSON on one line.
 
         >>> Origin({"exclude": []}, {"top1": 0.99803921}).texts()["metrics"]
         '{"top1":0.998039}'
         """
-        texts = {"producer": "quantizer", "version": quantizer.__version__}
-        if self.config:
-            texts["config"] = _compact(self.config)
-        metrics: dict[str, float] = {}
-        for name, value in self.metrics.items():
-            if math.isfinite(value):
-                # More digits may depend on the number of threads
-                metrics[name] = float(f"{value:.6g}")
-        if metrics:
-            texts["metrics"] = _compact(metrics)
-        if self.sizes:
-            texts["sizes"] = _compact(self.sizes)
-        return texts
+        return {
+            name: part if isinstance(part, str) else _compact(part)
+            for name, part in self._content().items()
+        }
 
     def text(self) -> str:
         """Return the same as one JSON object."""
-        content: dict[str, object] = {}
-        for name, text in self.texts().items():
-            is_json = name in ("config", "metrics", "sizes")
-            content[name] = json.loads(text) if is_json else text
-        return _compact(content)
+        return _compact(self._content())
 
 
 def _compact(content: Mapping[str, object]) -> str:
@@ -364,13 +363,13 @@ def in_float32(deployment: Deployment) -> Deployment:
     if not any(node.dtype in HALF for node in graph.nodes):
         return deployment
     args, kwargs = to_float32((deployment.args, dict(deployment.kwargs)))
-    return replace(
-        deployment,
-        graph=_widened_graph(graph),
-        solution=_widened_solution(deployment.encoded),
-        args=args,
-        kwargs=kwargs,
+    nodes = tuple(
+        replace(node, attrs=to_float32(dict(node.attrs)), dtype=_widened_leaf(node.dtype))
+        for node in graph.nodes
     )
+    graph = graph.replaced(nodes=nodes, tensors=to_float32(dict(graph.tensors)))
+    solution = _widened_solution(deployment.encoded)
+    return replace(deployment, graph=graph, solution=solution, args=args, kwargs=kwargs)
 
 
 def to_float32(value: Any) -> Any:
@@ -382,14 +381,6 @@ def _widened_leaf(value: Any) -> Any:
     if isinstance(value, Tensor):
         return value.float() if value.dtype in HALF else value
     return torch.float32 if value in HALF else value
-
-
-def _widened_graph(graph: Graph) -> Graph:
-    nodes = tuple(
-        replace(node, attrs=to_float32(dict(node.attrs)), dtype=_widened_leaf(node.dtype))
-        for node in graph.nodes
-    )
-    return graph.replaced(nodes=nodes, tensors=to_float32(dict(graph.tensors)))
 
 
 def _widened_solution(solution: Solution) -> Solution:

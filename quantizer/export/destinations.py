@@ -51,10 +51,8 @@ def _destination_for(kind: str) -> str:
 
 def about_destinations() -> str:
     """Return what plug-ins say about their destinations, and which ones are the defaults."""
-    text = ""
-    for plugin in plugins():
-        if plugin.about_destinations:
-            text += f" {plugin.about_destinations}"
+    sentences = [plugin.about_destinations for plugin in plugins()]
+    text = "".join(f" {sentence}" for sentence in sentences if sentence)
     for_texts, for_others = _destination_for(_LANGUAGE_MODEL), _destination_for(_NETWORK)
     if for_texts and for_others:
         text += f"  [default: {for_texts} for language models, else {for_others}]"

@@ -10,13 +10,14 @@ import torch
 from torch import Tensor, nn
 
 from quantizer.calibration.solution import Solution, encode_parameters
-from quantizer.errors import UsageError
+from quantizer.errors import ModelError, UsageError
 from quantizer.export.deployment import Deployment
 from quantizer.export.exporter import Reason, Refusal
 from quantizer.export.hugging_face_folder import model_config
 from quantizer.export.targets import offered
 from quantizer.graph.ir import Graph, Node
 from quantizer.graph.names import is_operator_name
+from quantizer.nn.inplace import InPlace
 from quantizer.nn.network import Network
 from quantizer.nn.quantized_tensor import QuantizedTensor
 from quantizer.plan.model import TensorSpecs
@@ -124,6 +125,22 @@ def state_of(model: nn.Module) -> dict[str, Tensor]:
     }
 
 
+def quantized_layers(model: nn.Module) -> dict[str, InPlace]:
+    """Return the layers of a model that were quantized in place, by their paths.
+
+    Raises:
+        ModelError: there are none.
+    """
+    modules = model.named_modules()
+    layers = {path: module for path, module in modules if isinstance(module, InPlace)}
+    if not layers:
+        raise ModelError(
+            "the model has no quantized layer",
+            help="call ModelQuantizer(config).quantize_model first",
+        )
+    return layers
+
+
 def first_names(model: nn.Module) -> dict[str, str]:
     """Return the first name of each parameter and buffer, by each of its names."""
     named = [
@@ -132,6 +149,13 @@ def first_names(model: nn.Module) -> dict[str, str]:
     ]
     first: dict[int, str] = {}
     return {name: first.setdefault(id(tensor), name) for name, tensor in named}
+
+
+def without_codes(
+    target: str, name: str, remedy: str = "leave it out of the algorithms"
+) -> UsageError:
+    """Return the error for a weight that no codes give."""
+    return cannot_store(target, f"no codes give the weight of {name} back exactly", remedy)
 
 
 def cannot_store(target: str, why: str, remedy: str) -> UsageError:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import prod
 from pathlib import Path
 from statistics import median, quantiles
@@ -155,7 +155,7 @@ def numbered(products: Iterable[Product]) -> list[Product]:
         count = counts.get(product.name, 0) + 1
         counts[product.name] = count
         name = product.name if count == 1 else f"{product.name}#{count}"
-        named.append(Product(name, product.operator, product.is_integer, product.multiply_adds))
+        named.append(replace(product, name=name))
     return named
 
 

@@ -194,10 +194,10 @@ def refuse(words: str, refusals: Iterable[Refusal]) -> None:
             name = f"{refusal.role} of {refusal.layer}"
         names_by_reason.setdefault(marked_text(refusal.why), []).append(name)
         helps[marked_text(refusal.help)] = None
-    texts: list[str] = []
-    for why, names in names_by_reason.items():
-        separator = ": each " if len(names) > 1 else " "
-        texts.append(first_names(names) + separator + why)
+    texts = [
+        first_names(names) + (": each " if len(names) > 1 else " ") + why
+        for why, names in names_by_reason.items()
+    ]
     if texts:
         raise UsageError(f"{words}: {'; '.join(texts)}", help="; ".join(helps))
 
@@ -235,14 +235,13 @@ def layers_to_leave(name: str, choices: Mapping[str, str]) -> Callable[[Plan], d
 
     def to_leave(plan: Plan) -> dict[str, str]:
         """Return the layers of a plan to leave in float, with the reasons."""
-        reasons: dict[str, str] = {}
-        for refusal in planned_refusals(checked, plan):
-            if refusal.role != "weights":
-                continue
-            node = plan.graph.by_name[refusal.layer]
-            path = node.params.get("weight", "")
-            if is_operator_name(path):
-                reasons[refusal.layer] = _IS_COMPUTED
+        refusals = planned_refusals(checked, plan)
+        layers = [refusal.layer for refusal in refusals if refusal.role == "weights"]
+        reasons = {
+            layer: _IS_COMPUTED
+            for layer in layers
+            if is_operator_name(plan.graph.by_name[layer].params.get("weight", ""))
+        }
         for layer in planned_values(checked, plan):
             reasons.setdefault(layer, as_values)
         exporter = exporter_of(checked.target, checked.choices)

@@ -166,14 +166,11 @@ class _FileSizes:
             rows, columns = plan.graph.weight(node).shape
             tensor = plan.tensors[name, "weights"]
             experts = node.attrs["groups"] if node.row.experts else 1
-            sizes: list[int] = []
-            for width in WIDTHS:
-                spec = candidate.with_width(candidate.specs[0], width)
-                size = _coded_bytes(
-                    path, (rows, columns), spec, scales=tensor.scales, experts=experts
-                )
-                sizes.append(size)
-            self.by_layer[name] = sizes
+            specs = [candidate.with_width(candidate.specs[0], width) for width in WIDTHS]
+            self.by_layer[name] = [
+                _coded_bytes(path, (rows, columns), spec, scales=tensor.scales, experts=experts)
+                for spec in specs
+            ]
         self.floats = _float_bytes(module, coded)
 
     def require_between(self, limit: int) -> None:

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor, nn
 
 from quantizer.config.wording import first_names
-from quantizer.errors import UsageError
 from quantizer.export.compressed_tensors.cache import CompressedCache, compressed_cache
 from quantizer.export.compressed_tensors.engine_layers import (
     Mixture,
@@ -25,7 +24,12 @@ from quantizer.export.compressed_tensors.placement import (
 from quantizer.export.compressed_tensors.schemes import CompressedLayer
 from quantizer.export.deployment import Deployment
 from quantizer.export.exporter import Exporter, Written
-from quantizer.export.model_tensors import cannot_store, model_of, parameter_values
+from quantizer.export.model_tensors import (
+    cannot_store,
+    model_of,
+    parameter_values,
+    without_codes,
+)
 from quantizer.graph.ir import Graph
 from quantizer.graph.structure.language_parts import layers_behind_blocks
 from quantizer.nn.quantized_tensor import QuantizedTensor
@@ -161,17 +165,17 @@ def checkpoint_of_network(
     for name, node in placement.linears.items():
         weight = solution.tensors[name, "weights"]
         if weight.codes is None:
-            raise _without_codes(name, target)
+            raise without_codes(target, name, _NO_CODES_REMEDY)
         key = placement.inputs.get(name)
         layer = CompressedLayer(weight, None if key is None else solution.tensors[key])
         if node.scope in layers and not _is_equal(layers[node.scope], layer):
             why = f"{name} has other codes than another call of its module"
             raise cannot_store(target, why, "leave it out of the algorithms")
         layers[node.scope] = layer
-    stacks: dict[str, QuantizedTensor] = {}
-    for name, node in placement.experts.items():
-        path = node.params["weight"].partition("@")[0]
-        stacks[path] = solution.tensors[name, "weights"]
+    stacks = {
+        node.params["weight"].partition("@")[0]: solution.tensors[name, "weights"]
+        for name, node in placement.experts.items()
+    }
     coded = {*placement.linears, *placement.experts}
     tensors = parameter_values(deployment, network, coded, target)
     remarks = [
@@ -247,7 +251,7 @@ def with_experts(
     experts: dict[str, CompressedLayer] = {}
     for path, stack in stacks.items():
         if stack.codes is None:
-            raise _without_codes(path, TARGET_NAME)
+            raise without_codes(TARGET_NAME, path, _NO_CODES_REMEDY)
         experts |= mixture.parts(path, stack)
     if len({repr(layer.scheme) for layer in experts.values()}) > 1:
         raise cannot_store(
@@ -263,11 +267,6 @@ def with_experts(
         tensors=mixture.stored_except_experts(others),
         linears=tuple(sorted(linears)),
     )
-
-
-def _without_codes(name: str, target: str) -> UsageError:
-    why = f"no codes give the weight of {name} back exactly"
-    return cannot_store(target, why, _NO_CODES_REMEDY)
 
 
 def float_remarks(specs: TensorSpecs, placement: CodePlacement) -> Iterator[str]:
@@ -305,11 +304,13 @@ def _token_remarks(specs: TensorSpecs, placement: CodePlacement) -> Iterator[str
 
     It keeps the first two axes of an input, whatever the number of axes.
     """
-    layers: list[str] = []
-    for layer, key in placement.inputs.items():
-        is_by_token = specs[key].is_dynamic and specs[key].qscheme == "per_token"
-        if is_by_token and placement.linears[layer].rank != _AXES_OF_TOKENS:
-            layers.append(layer)
+    layers = [
+        layer
+        for layer, key in placement.inputs.items()
+        if specs[key].is_dynamic
+        and specs[key].qscheme == "per_token"
+        and placement.linears[layer].rank != _AXES_OF_TOKENS
+    ]
     if layers:
         yield (
             f"the inputs of {first_names(layers)} do not have {_AXES_OF_TOKENS} axes: "

@@ -194,11 +194,9 @@ def with_shared_factors(
     """
     shared = dict(layers)
     for group in fused_layers(graph):
-        paths: list[str] = []
-        for name in group:
-            path = graph.by_name[name].scope
-            if path in layers and layers[path].format == NVFP4_FORMAT:
-                paths.append(path)
+        scopes = [graph.by_name[name].scope for name in group]
+        coded = [path for path in scopes if path in layers]
+        paths = [path for path in coded if layers[path].format == NVFP4_FORMAT]
         if len(paths) < 2:
             continue
         scales = [layers[path].weight.scale.flatten() for path in paths]

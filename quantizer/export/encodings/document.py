@@ -165,9 +165,10 @@ def read_document(
     """
     if document["version"] == WITH_AXES:
         return [_read_with_axis(entry, shapes) for entry in document["encodings"]]
-    encodings: list[TensorEncoding] = []
-    for entry in document["activation_encodings"]:
-        encodings.append(_read_with_offset(entry, (), 0, is_parameter=False))
+    encodings = [
+        _read_with_offset(entry, (), 0, is_parameter=False)
+        for entry in document["activation_encodings"]
+    ]
     for entry in document["param_encodings"]:
         name = entry["name"]
         axis = axes.get(name, 0)

@@ -96,11 +96,11 @@ def lower_to_encodings(model: ir.Model, lowering: Lowering) -> EncodedNetwork:
     constants = _clip_bounds(model.graph, activations)
     _rename_initializers(model.graph, lowering)
     make_names_unique(model.graph)
-    named: list[TensorEncoding] = []
-    for value, encoding in (activations | constants | parameters).items():
-        assert value.name is not None
-        named.append(replace(encoding, name=value.name))
-    return EncodedNetwork(tuple(named), tuple(unencoded))
+    named = tuple(
+        replace(encoding, name=str(value.name))
+        for value, encoding in (activations | constants | parameters).items()
+    )
+    return EncodedNetwork(named, tuple(unencoded))
 
 
 def _parameter_encodings(
@@ -125,13 +125,13 @@ def _parameter_encodings(
         remove_node(reader)
         encodings[moved] = _moved(encoding, axes)
     remove_node(mark)
-    return {value: each for value, each in encodings.items() if _fits(value, each)}
-
-
-def _fits(weight: ir.Value, encoding: TensorEncoding) -> bool:
-    """Return whether all operators that read a weight have the axis of its scales."""
-    readers = weight.consumers()
-    return encoding.axis is None or all(reader.op_type in MULTIPLYING for reader in readers)
+    # All operators that read a weight must have the axis of its scales
+    return {
+        value: each
+        for value, each in encodings.items()
+        if each.axis is None
+        or all(reader.op_type in MULTIPLYING for reader in value.consumers())
+    }
 
 
 def _transposed(node: ir.Node, weight: ir.Value) -> tuple[ir.Value, tuple[int, ...]]:
@@ -334,12 +334,13 @@ def _is_nearest(node: ir.Node) -> bool:
 
 def _rename_initializers(graph: ir.Graph, lowering: Lowering) -> None:
     """Call initializers after the parameters of the user's model."""
-    paths: dict[str, str] = {}
     network = lowering.network
-    for layer, module in network.module_names.items():
-        for parameter, path in network.graph.by_name[layer].params.items():
-            # A weight that several layers share has a copy for each of them.
-            paths[f"{_PREFIX}{module}.{parameter}"] = path.partition("@")[0]
+    # A weight that several layers share has a copy for each of them.
+    paths = {
+        f"{_PREFIX}{module}.{parameter}": path.partition("@")[0]
+        for layer, module in network.module_names.items()
+        for parameter, path in network.graph.by_name[layer].params.items()
+    }
     for name in list(graph.initializers):
         stem = name.removesuffix(_TRANSPOSED)
         path = paths.get(stem, "")

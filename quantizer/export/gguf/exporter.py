@@ -36,6 +36,7 @@ from quantizer.export.model_tensors import (
     state_of,
     value_refusal,
     with_scales_of_file,
+    without_codes,
 )
 from quantizer.export.transformers_verify import (
     READER_HELP,
@@ -160,8 +161,7 @@ def _blocks(
         tensor = solution.tensors[layer, "weights"]
         name = names[node.params["weight"].partition("@")[0]]
         if tensor.codes is None:
-            why = f"no codes give the weight of {layer} back exactly"
-            raise cannot_store(_TARGET, why, "leave it out of the algorithms")
+            raise without_codes(_TARGET, layer)
         if name in blocks and not torch.equal(blocks[name].decoded(), tensor.decoded()):
             why = f"{layer} has other codes than another use of its weight"
             raise cannot_store(_TARGET, why, CHANGE_REMEDY)

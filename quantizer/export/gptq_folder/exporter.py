@@ -1,6 +1,5 @@
 """Writes the gptq target, a Hugging Face folder for engines that read checkpoints of GPTQ."""
 
-import logging
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -31,8 +30,14 @@ from quantizer.export.model_tensors import (
     model_of,
     scales_by_row,
     with_scales_of_file,
+    without_codes,
 )
-from quantizer.export.transformers_verify import ExpectedCall, expected_calls, verify_calls
+from quantizer.export.transformers_verify import (
+    ExpectedCall,
+    expected_calls,
+    silenced,
+    verify_calls,
+)
 from quantizer.graph.ir import Graph, Node
 from quantizer.nn.network import Network
 from quantizer.nn.quantized_tensor import QuantizedTensor
@@ -142,8 +147,7 @@ def layer_tensors(path: str, weight: QuantizedTensor) -> dict[str, Tensor]:
     """
     spec = weight.spec
     if weight.codes is None:
-        why = f"no codes give the weight of {path} back exactly"
-        raise cannot_store(TARGET_NAME, why, "leave it out of the algorithms")
+        raise without_codes(TARGET_NAME, path)
     codes = as_unsigned(weight.codes, spec)
     scale = scales_by_row(weight.scale, codes)
     zero_point = scales_by_row(weight.zero_point, codes)
@@ -227,7 +231,8 @@ class GptqExporter(CheckpointExporter[GptqFolder]):
 
         def load(call: ExpectedCall) -> nn.Module:
             """Return the network that transformers reads from the folder."""
-            with _without_remarks():
+            # It says something to users who give the folder as a model
+            with silenced(loader.__name__):
                 return loader.load_hugging_face(written.path)
 
         calls = expected_calls(deployment, written.network)
@@ -257,15 +262,3 @@ def _settings(checkpoint: CompressedCheckpoint) -> dict[str, Any]:
     if floats:
         settings["dynamic"] = floats
     return settings
-
-
-@contextmanager
-def _without_remarks() -> Iterator[None]:
-    """Suppress what reading says to users who give the folder as a model."""
-    logger = logging.getLogger(loader.__name__)
-    level = logger.level
-    logger.setLevel(logging.CRITICAL)
-    try:
-        yield
-    finally:
-        logger.setLevel(level)

@@ -119,11 +119,10 @@ class ExecutorchExporter(MobileExporter):
         def run(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Tensor]:
             """Return the outputs of a call, as copies."""
             _require_small(written, (args, kwargs))
-            inputs: list[Any] = []
-            for leaf in pytree.tree_leaves((args, dict(kwargs))):
-                if isinstance(leaf, Tensor):
-                    leaf = leaf.contiguous()
-                inputs.append(leaf)
+            inputs = [
+                leaf.contiguous() if isinstance(leaf, Tensor) else leaf
+                for leaf in pytree.tree_leaves((args, dict(kwargs)))
+            ]
             # The outputs lie in memory that the next call overwrites.
             return [output.clone() for output in tensor_leaves(method.execute(inputs))]
 

@@ -20,8 +20,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from quantizer.calibration.solution import Solution
 from quantizer.config.roles import is_parameter
-from quantizer.errors import VerificationError, first_line
-from quantizer.export.acceptance import Outputs, verified_calls
+from quantizer.errors import first_line
+from quantizer.export.acceptance import Outputs, failures_named, verified_calls
 from quantizer.export.agreement import Verification
 from quantizer.export.arithmetic import BiasForm, quantized_apart, with_runtime_biases
 from quantizer.export.deployment import Deployment
@@ -217,19 +217,12 @@ class MobileExporter(Exporter[MobileFile]):
 
         def outputs(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Tensor]:
             """Return the outputs of a call in the engine, which the first call starts."""
-            try:
+            remedy = "<--deploy pt2> needs no such engine"
+            with failures_named(self.engine.name, written.name, remedy):
                 if not runners:
                     with quiet():
                         runners.append(self.runner(written))
                 return runners[0](args, kwargs)
-            except VerificationError:
-                raise
-            except Exception as error:
-                why = first_line(error)
-                raise VerificationError(
-                    f"{written.name} is not written: {self.engine.name} cannot run it: {why}",
-                    help="<--deploy pt2> needs no such engine",
-                ) from error
 
         verification = verified_calls(
             written.tested,

@@ -140,10 +140,11 @@ class MobileEngine:
     def kernels(self, graph: Graph, specs: TensorSpecs) -> Kernels:
         """Return the layers that are multiplied in int8, and the reason for each other one."""
         where = layout(graph)
-        reasons: dict[str, str | None] = {}
-        for node in graph.nodes:
-            if node.row.kind == "mac" and not node.row.scales_channels:
-                reasons[node.name] = self._float_reason(node, graph, specs, where)
+        reasons = {
+            node.name: self._float_reason(node, graph, specs, where)
+            for node in graph.nodes
+            if node.row.kind == "mac" and not node.row.scales_channels
+        }
         floating = {layer: reason for layer, reason in reasons.items() if reason is not None}
         integer = tuple(layer for layer in reasons if layer not in floating)
         return Kernels(integer, floating)

@@ -73,11 +73,7 @@ class TfliteFile:
 
     def makers(self) -> dict[int, Any]:
         """Return the operator that makes each tensor."""
-        makers: dict[int, Any] = {}
-        for row in self.graph.operators:
-            for place in row.outputs:
-                makers[place] = row
-        return makers
+        return {place: row for row in self.graph.operators for place in row.outputs}
 
     def readers(self, place: int) -> list[Any]:
         """Return the operators that read a tensor."""

@@ -18,9 +18,8 @@ from quantizer.export.arithmetic import with_runtime_biases
 from quantizer.export.deployment import Deployment
 from quantizer.export.exporter import Exporter, Refusal
 from quantizer.export.layer_choice import DEPLOY_FILE, LayerChoice, network_digest, read_choice
-from quantizer.export.onnx.build import BuiltOnnx, build_onnx, operator_set
+from quantizer.export.onnx.build import BuiltOnnx, build_onnx, operator_set, stored_model
 from quantizer.export.onnx.conventions import CONVENTIONS, Conventions
-from quantizer.export.onnx.files import stored_model
 from quantizer.export.onnx.openvino import openvino_started
 from quantizer.export.onnx.refusals import float8_key_refusals, graph_refusals, tensor_refusals
 from quantizer.export.onnx.tuned.tuner import Tuner, activation_keys, without_activations
@@ -158,11 +157,10 @@ def _with_reasons(verification: Verification, choice: LayerChoice) -> Verificati
     session = verification.default_session
     if session is None or session.kernels is None:
         return verification
-    floating = dict(session.kernels.floating)
-    for layer in choice.float_layers:
-        if layer in floating:
-            floating[layer] = _SLOWER_IN_INTEGERS
-    kernels = replace(session.kernels, floating=floating)
+    floating = session.kernels.floating
+    left = [layer for layer in choice.float_layers if layer in floating]
+    slower = dict.fromkeys(left, _SLOWER_IN_INTEGERS)
+    kernels = replace(session.kernels, floating=floating | slower)
     return replace(
         verification,
         default_session=replace(session, kernels=kernels),

@@ -177,10 +177,8 @@ def _run_openvino() -> None:
         names = [value.get_any_name() for value in compiled.inputs]
         with np.load("inputs.npz") as inputs:
             results = compiled({name: inputs[name] for name in names})
-        arrays = {}
-        for value in compiled.outputs:
-            for name in value.get_names():
-                arrays[name] = results[value]
+        values = compiled.outputs
+        arrays = {name: results[value] for value in values for name in value.get_names()}
         np.savez(path, **arrays)
 
 

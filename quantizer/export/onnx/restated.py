@@ -173,12 +173,6 @@ def with_signed_codes(tensor: QuantizedTensor) -> QuantizedTensor:
     return _shifted(tensor, offset, signed=True)
 
 
-def with_unsigned_codes(tensor: QuantizedTensor) -> QuantizedTensor:
-    """Return the same values as uint8."""
-    offset = _SIGN_OFFSET if tensor.spec.signed else 0
-    return _shifted(tensor, offset, signed=False)
-
-
 def _shifted(tensor: QuantizedTensor, offset: int, *, signed: bool) -> QuantizedTensor:
     """Return the same values with codes of 8 bits that are higher by `offset`."""
     assert tensor.codes is not None
@@ -303,7 +297,7 @@ def _for_integers(
         return signed
     if weights == "auto" and is_right_everywhere(signed, graph, node, role):
         return signed
-    return with_unsigned_codes(tensor)
+    return _shifted(tensor, _SIGN_OFFSET if tensor.spec.signed else 0, signed=False)
 
 
 def _for_floats(

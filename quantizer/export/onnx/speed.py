@@ -164,8 +164,7 @@ def with_int8_weights(model: ModelProto) -> bytes | None:
             of_others.update(node.input)
             continue
         codes_name, _, zero_point_name = node.input
-        unsigned.add(codes_name)
-        unsigned.add(zero_point_name)
+        unsigned |= {codes_name, zero_point_name}
     if not unsigned or unsigned & of_others:
         return None
     for name in unsigned:

@@ -66,11 +66,7 @@ class _MarkedNetwork(nn.Module):
     def forward(self, *tensors: Tensor) -> list[Tensor]:
         """Run the network on the tensors of a call, and return the tensors of its output."""
         remaining = iter(tensors)
-        leaves: list[Any] = []
-        for leaf in self.leaves:
-            is_tensor = isinstance(leaf, Tensor)
-            value = next(remaining) if is_tensor else leaf
-            leaves.append(value)
+        leaves = [next(remaining) if isinstance(leaf, Tensor) else leaf for leaf in self.leaves]
         args, kwargs = pytree.tree_unflatten(leaves, self.spec)
         weights = {
             name: mark(self.network.get_parameter(name)) for name, mark in self.weights.items()

@@ -4,8 +4,7 @@ test mode. The codes of all layers are compared, too, each from the same codes.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,9 +18,9 @@ from numpy.typing import NDArray
 from onnx import ModelProto, NodeProto, numpy_helper
 from torch import Tensor
 
-from quantizer.errors import VerificationError, first_line
+from quantizer.errors import VerificationError
 from quantizer.evaluation.exact import LayerCodes
-from quantizer.export.acceptance import Outputs, accept_file, compared_calls
+from quantizer.export.acceptance import Outputs, accept_file, compared_calls, failures_named
 from quantizer.export.agreement import Verification
 from quantizer.export.deployment import HALF, Deployment, tensor_leaves, to_float32
 from quantizer.export.onnx.executed import (
@@ -126,7 +125,7 @@ WITHOUT_KERNELS = "session.disable_quant_qdq"
 """The entry of a session that computes between DequantizeLinear and QuantizeLinear in float."""
 _EXTERNAL = "session.optimized_model_external_initializers_file_name"
 _OPTIMIZED = "optimized.onnx"
-_HELP = (
+HELP = (
     "<--deploy pt2> needs no such runtime; another onnx_opset_version may avoid what this one "
     "gets wrong"
 )
@@ -168,10 +167,10 @@ def verify_sessions(file: OnnxFile, deployment: Deployment) -> Verification:
     # The graph of a file that is for other engines is run as it stands
     watched = DEFAULT if file.is_for_kernels else UNOPTIMIZED
     with TemporaryDirectory() as folder:
-        sessions: dict[str, onnxruntime.InferenceSession] = {}
-        for label in (UNOPTIMIZED, DEFAULT):
-            place = folder if label == watched else ""
-            sessions[label] = open_session(file, label, place)
+        sessions = {
+            label: open_session(file, label, folder if label == watched else "")
+            for label in (UNOPTIMIZED, DEFAULT)
+        }
         multiplications = _multiplications(file, deployment, sessions[watched], folder)
     layers = _layer_session(file, deployment)
     feeds: list[dict[str, NDArray[Any]]] = []
@@ -183,12 +182,12 @@ def verify_sessions(file: OnnxFile, deployment: Deployment) -> Verification:
             feeds.append(feed)
         results: list[list[Tensor]] = []
         for label, session in sessions.items():
-            with failures_named(label, file.name):
+            with failures_named(label, file.name, HELP):
                 results.append(_outputs(session, feed))
         if layers is not None:
             check, layer_session = layers
             names = list(check.values.values())
-            with failures_named(DEFAULT, file.name):
+            with failures_named(DEFAULT, file.name, HELP):
                 codes = layer_session.run(names, feed)
             check.add(args, kwargs, dict(zip(names, codes, strict=True)))
         return results
@@ -197,7 +196,7 @@ def verify_sessions(file: OnnxFile, deployment: Deployment) -> Verification:
     for found, (label, session) in zip(
         compared_calls(deployment, run), sessions.items(), strict=True
     ):
-        remedy = _HELP
+        remedy = HELP
         if label == DEFAULT and deployment.choice("onnx_weights") == "int8":
             remedy = _INT8_HELP
         verified[label] = accept_file(
@@ -227,7 +226,7 @@ def _multiplications(
     model = file.model
     if file.is_for_kernels:
         model = onnx.load(Path(folder) / _OPTIMIZED, load_external_data=False)
-    with failures_named(DEFAULT, file.name):
+    with failures_named(DEFAULT, file.name, HELP):
         executed = ExecutedGraph.of(model, session, feed)
     products = executed.products(names_of_products(file.model))
     if not file.is_for_kernels:
@@ -249,7 +248,7 @@ def _speed(
     with_int8 = None
     if isinstance(file.source, bytes):
         with_int8 = with_int8_weights(file.model)
-    with failures_named("ONNX Runtime, without quantization,", file.name):
+    with failures_named("ONNX Runtime, without quantization,", file.name, HELP):
         return measured_speed(session, file.floating, feeds[0], with_int8=with_int8)
 
 
@@ -298,22 +297,10 @@ def open_session(file: OnnxFile, label: str, folder: str = "") -> onnxruntime.In
             options.add_session_config_entry(_EXTERNAL, f"{_OPTIMIZED}.data")
     if folder:
         profiled(options, folder)
-    with failures_named(label, file.name):
+    with failures_named(label, file.name, HELP):
         return onnxruntime.InferenceSession(
             file.source, options, providers=["CPUExecutionProvider"]
         )
-
-
-@contextmanager
-def failures_named(label: str, name: str) -> Iterator[None]:
-    """Raise ONNX Runtime's exceptions as `VerificationError`; they have no common class."""
-    try:
-        yield
-    except Exception as error:
-        why = first_line(error)
-        raise VerificationError(
-            f"{name} is not written: {label} cannot run it: {why}", help=_HELP
-        ) from error
 
 
 def session_outputs(

@@ -38,10 +38,9 @@ from quantizer.export.agreement import Verification
 from quantizer.export.arithmetic import with_runtime_biases
 from quantizer.export.deployment import Deployment
 from quantizer.export.exporter import Exporter, Refusal
-from quantizer.export.onnx.build import BuiltOnnx, build_onnx
+from quantizer.export.onnx.build import LARGEST_MESSAGE, BuiltOnnx, build_onnx
 from quantizer.export.onnx.executed import kernels_of_products, names_of_products
 from quantizer.export.onnx.exporter import OnnxExporter
-from quantizer.export.onnx.files import LARGEST_MESSAGE
 from quantizer.export.onnx.marks import RECURRENT
 from quantizer.export.onnx.openvino import (
     DEFAULT_SETTINGS,

@@ -99,11 +99,8 @@ class Engine:
     def products(self) -> list[_Product]:
         """Return the operators that multiply matrices of what follows from the inputs."""
         model = self.core.read_model("model.xml")
-        sizes: dict[str, list[int]] = {}
-        for value in model.inputs:
-            for name in value.get_names() & self.inputs.keys():
-                sizes[name] = list(self.inputs[name].shape)
-        model.reshape(sizes)
+        inputs = self._named(model)
+        model.reshape({name: list(inputs[name].shape) for name in inputs})
         rows: list[_Product] = []
         varying: set[str] = set()
         for node in model.get_ordered_ops():
@@ -129,8 +126,8 @@ class Engine:
         for index, compiled in enumerate(self.compiled):
             results = compiled(self._named(compiled))
             for value in compiled.outputs:
-                for name in value.get_names():
-                    arrays[f"{index}:{name}"] = results[value]
+                names = value.get_names()
+                arrays |= {f"{index}:{name}": results[value] for name in names}
         np.savez(f"outputs_{number}.npz", **arrays)
 
     def time(self, which: str, runs: int) -> float:
@@ -146,14 +143,14 @@ class Engine:
             compiled(inputs)
         return (time.perf_counter() - start) / runs
 
-    def _named(self, compiled: Any) -> dict[str, Any]:
-        """Return the inputs by the names that a compiled model has for them."""
-        named: dict[str, Any] = {}
-        for value in compiled.inputs:
-            # An operator that does nothing has left its name, too.
-            for name in value.get_names() & self.inputs.keys():
-                named[name] = self.inputs[name]
-        return named
+    def _named(self, model: Any) -> dict[str, Any]:
+        """Return the inputs by the names that a model has for them."""
+        # An operator that does nothing has left its name, too.
+        return {
+            name: self.inputs[name]
+            for value in model.inputs
+            for name in value.get_names() & self.inputs.keys()
+        }
 
 
 def _info(node: Any, key: str) -> str:
@@ -183,14 +180,9 @@ def _shapes(node: Any) -> list[list[int] | None]:
     """Return the shapes of the operands of an operator and of its result; None where a size is
     open.
     """
-    shapes: list[list[int] | None] = []
-    for value in (*node.input_values(), node.output(0)):
-        shape = value.get_partial_shape()
-        if shape.is_dynamic:
-            shapes.append(None)
-        else:
-            shapes.append(list(shape.to_shape()))
-    return shapes
+    values = (*node.input_values(), node.output(0))
+    shapes = [value.get_partial_shape() for value in values]
+    return [None if shape.is_dynamic else list(shape.to_shape()) for shape in shapes]
 
 
 def keep_order_of_equals(model: Any) -> None:

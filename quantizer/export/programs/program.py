@@ -189,15 +189,14 @@ def _parameters(
     args: tuple[Any, ...], kwargs: dict[str, Any], names: Sequence[str]
 ) -> list[Parameter]:
     """Return the parameters of a call, by the user's names."""
-    parameters: list[Parameter] = []
-    for index in range(len(args)):
-        if index < len(names) and names[index] not in kwargs:
-            parameters.append(Parameter(names[index], Parameter.POSITIONAL_OR_KEYWORD))
-        else:
-            parameters.append(Parameter(f"args_{index}", Parameter.POSITIONAL_OR_KEYWORD))
-    for name in kwargs:
-        parameters.append(Parameter(name, Parameter.KEYWORD_ONLY))
-    return parameters
+    positional = [f"args_{index}" for index in range(len(args))]
+    for index, name in enumerate(names[: len(args)]):
+        if name not in kwargs:
+            positional[index] = name
+    return [
+        *(Parameter(name, Parameter.POSITIONAL_OR_KEYWORD) for name in positional),
+        *(Parameter(name, Parameter.KEYWORD_ONLY) for name in kwargs),
+    ]
 
 
 def _with_signature(

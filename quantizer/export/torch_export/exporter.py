@@ -12,8 +12,7 @@ from typing import Any, ClassVar
 from torch import Tensor
 from torch.export import ExportedProgram
 
-from quantizer.errors import VerificationError, first_line
-from quantizer.export.acceptance import verified_calls
+from quantizer.export.acceptance import failures_named, verified_calls
 from quantizer.export.agreement import Verification
 from quantizer.export.arithmetic import MAX_SUM_BIAS, overflowing
 from quantizer.export.deployment import ORIGIN_FILE, Deployment, tensor_leaves
@@ -21,6 +20,8 @@ from quantizer.export.exporter import Exporter
 from quantizer.export.programs.coded import ProgramForm, coded_program
 from quantizer.export.programs.program import float_program, load_program, program_bytes
 from quantizer.storage.files import write_bytes
+
+_REMEDY = "test with data for which this holds; the trace of a model is one call of it"
 
 
 @dataclass(frozen=True)
@@ -70,15 +71,8 @@ class ProgramExporter(Exporter[ProgramFile]):
 
         def outputs(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Tensor]:
             """Return the outputs of a call of the program."""
-            try:
+            with failures_named("torch", written.name, _REMEDY):
                 return tensor_leaves(program(*args, **kwargs))
-            except Exception as error:
-                why = first_line(error)
-                raise VerificationError(
-                    f"{written.name} is not written: torch cannot run it: {why}",
-                    help="test with data for which this holds; the trace of a model is one "
-                    "call of it",
-                ) from error
 
         return verified_calls(deployment, outputs, name=written.name, remedy=self.remedy)
 

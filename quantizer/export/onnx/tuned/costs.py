@@ -91,11 +91,11 @@ class TwoSides:
 
     def first_side(self) -> set[str]:
         """Return the names on the first side."""
-        residual: _Capacities = {}
         # Sorted, so that the flow does not depend on the order of the calls
-        for name in sorted(self._capacities):
-            capacities = self._capacities[name]
-            residual[name] = dict(sorted(capacities.items()))
+        residual = {
+            name: dict(sorted(self._capacities[name].items()))
+            for name in sorted(self._capacities)
+        }
         tolerance = _TOLERANCE * self._total
         predecessors = _reached(residual, tolerance)
         while _SECOND in predecessors:
@@ -374,7 +374,7 @@ def _border_cost(
         nodes = pair.quantized.optimized.graph.node
         types = {original_name(node.name): node.op_type for node in nodes}
         for name in point.readers:
-            block = blocks.block_of_node(name)
+            block = blocks.block_of_node[name]
             if _reads_codes(types.get(name, "")):
                 readers.add(block)
             elif block != point.block:

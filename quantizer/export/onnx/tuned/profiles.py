@@ -191,13 +191,14 @@ class BlockMap:
     Attributes:
         nodes: of the file.
         names: of all blocks, in order of computation.
+        block_of_node: the block of each node, by their names.
     """
 
     def __init__(self, model: ModelProto) -> None:
         self.nodes = list(model.graph.node)
         self.names = [START]
         self._position_of_block = {START: 0}
-        self._block_of_node: dict[str, str] = {}
+        self.block_of_node: dict[str, str] = {}
         self._block_of_value: dict[str, str] = {}
         for value in model.graph.input:
             self._block_of_value[value.name] = START
@@ -217,11 +218,11 @@ class BlockMap:
                 self._readers.setdefault(name, []).append(node)
         # The nodes left depend on constants. From the last, so that their readers have a block
         for node in reversed(self.nodes):
-            if node.name in self._block_of_node:
+            if node.name in self.block_of_node:
                 continue
             block = START
             for reader in self._readers_of(node):
-                block = self._block_of_node[reader.name]
+                block = self.block_of_node[reader.name]
             self._put(node, block)
 
     def _block_before(self, node: NodeProto) -> str | None:
@@ -239,7 +240,7 @@ class BlockMap:
 
     def _put(self, node: NodeProto, block: str) -> None:
         """Assign a node and its outputs to a block."""
-        self._block_of_node[node.name] = block
+        self.block_of_node[node.name] = block
         for name in node.output:
             self._block_of_value[name] = block
 
@@ -262,7 +263,7 @@ class BlockMap:
             if not nodes:
                 continue
             names = frozenset(node.name for node in nodes)
-            block = self._block_of_node[nodes[0].name]
+            block = self.block_of_node[nodes[0].name]
             readers = self._final_readers(nodes)
             points.append(QuantizationPoint(key, names, block, readers))
         return points
@@ -282,10 +283,6 @@ class BlockMap:
                 if is_new and reader.op_type in _PASSING:
                     waiting.append(reader)
         return tuple(readers)
-
-    def block_of_node(self, name: str) -> str:
-        """Return the block of the node of the file that has this name."""
-        return self._block_of_node[name]
 
     def seconds(self, profile: Profile, left_out: Iterable[Kernel] = ()) -> dict[str, float]:
         """Return the seconds that each block takes in a profile of this file.
@@ -338,8 +335,8 @@ class BlockMap:
         names of its outputs.
         """
         name = original_name(node.name)
-        if name in self._block_of_node:
-            return self._block_of_node[name]
+        if name in self.block_of_node:
+            return self.block_of_node[name]
         # A kernel that was merged from several nodes has the name of their last value
         for value in (name, *node.output):
             if value in self._block_of_value:
