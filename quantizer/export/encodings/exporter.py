@@ -40,7 +40,8 @@ from quantizer.export.encodings.document import (
 from quantizer.export.encodings.lowering import EncodedNetwork, lower_to_encodings
 from quantizer.export.exporter import Exporter, Refusal
 from quantizer.export.onnx.build import DEFAULT_OPSET, clean_proto, stored_model
-from quantizer.export.onnx.marks import Lowering, name_products
+from quantizer.export.onnx.lowering import Lowering
+from quantizer.export.onnx.passes.products import name_products
 from quantizer.export.onnx.refusals import graph_refusals
 from quantizer.export.onnx.translation import translate_network
 from quantizer.export.onnx.verify import (

@@ -17,7 +17,7 @@ from quantizer.export.onnx.builder import (
     redirect,
     remove_node,
 )
-from quantizer.export.onnx.marks import MULTIPLYING, Lowering, is_mark, marks_of
+from quantizer.export.onnx.lowering import MULTIPLYING, Lowering, is_mark, marks_of
 from quantizer.graph.names import path_names
 from quantizer.nn.quantized_tensor import QuantizedTensor
 

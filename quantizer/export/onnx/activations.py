@@ -14,8 +14,13 @@ from quantizer.config.model import QuantizationSpec
 from quantizer.export.exporter import Reason
 from quantizer.export.limits import ONE_SCALE, Limits, kind_of, of_bits, of_formats, rounded_by
 from quantizer.export.onnx.builder import NodeBuilder
-from quantizer.export.onnx.conventions import EIGHT_BITS, UINT8, Conventions, activation_type
-from quantizer.export.onnx.marks import Lowering
+from quantizer.export.onnx.lowering import (
+    EIGHT_BITS,
+    UINT8,
+    Conventions,
+    Lowering,
+    activation_type,
+)
 from quantizer.nn.quantized_tensor import QuantizedTensor
 from quantizer.numerics.formats import SMALLEST_SCALE
 from quantizer.observers import code_range_of

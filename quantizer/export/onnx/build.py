@@ -26,14 +26,16 @@ from quantizer.export.arithmetic import (
     with_runtime_biases,
 )
 from quantizer.export.deployment import Deployment, in_float32
-from quantizer.export.onnx.conventions import (
+from quantizer.export.onnx.lowering import (
     EXACT,
+    MARK_DOMAIN,
     OPSETS,
     Conventions,
+    Lowering,
+    Quantizations,
     activation_type,
     weight_type,
 )
-from quantizer.export.onnx.marks import MARK_DOMAIN, Lowering, Quantizations
 from quantizer.export.onnx.passes import lower_marks
 from quantizer.export.onnx.refusals import profile_remarks, wide_bias_refusals
 from quantizer.export.onnx.restated import (

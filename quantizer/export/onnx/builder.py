@@ -8,7 +8,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from quantizer.export.onnx.conventions import stored_tensor
+from quantizer.export.onnx.lowering import stored_tensor
 
 _OUTPUT_COUNTS = {"DynamicQuantizeLinear": 3}
 

@@ -21,7 +21,7 @@ from onnx import GraphProto, ModelProto, NodeProto, TensorProto, numpy_helper
 from quantizer.calibration.solution import Solution
 from quantizer.config.model import QuantizationSpec
 from quantizer.export.arithmetic import is_narrow, layer_input_spec, output_spec
-from quantizer.export.onnx.marks import INSIDE, MULTIPLYING, NUMBERED, PRODUCTS, RECURRENT
+from quantizer.export.onnx.lowering import INSIDE, MULTIPLYING, NUMBERED, PRODUCTS, RECURRENT
 from quantizer.export.onnx.passes.moves import MOVE_OPERATORS
 from quantizer.export.performance import Kernels, Product, Shape, einsum_multiply_adds, numbered
 from quantizer.graph.ir import Graph

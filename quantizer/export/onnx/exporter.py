@@ -19,7 +19,7 @@ from quantizer.export.deployment import Deployment
 from quantizer.export.exporter import Exporter, Refusal
 from quantizer.export.layer_choice import DEPLOY_FILE, LayerChoice, network_digest, read_choice
 from quantizer.export.onnx.build import BuiltOnnx, build_onnx, operator_set, stored_model
-from quantizer.export.onnx.conventions import CONVENTIONS, Conventions
+from quantizer.export.onnx.lowering import CONVENTIONS, Conventions
 from quantizer.export.onnx.openvino import openvino_started
 from quantizer.export.onnx.refusals import float8_key_refusals, graph_refusals, tensor_refusals
 from quantizer.export.onnx.tuned.tuner import Tuner, activation_keys, without_activations

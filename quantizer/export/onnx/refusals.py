@@ -13,8 +13,8 @@ from quantizer.export.arithmetic import is_multiplied, layer_input_spec
 from quantizer.export.exporter import Reason, Refusal
 from quantizer.export.limits import Limits
 from quantizer.export.onnx.activations import activation_reasons
-from quantizer.export.onnx.conventions import OPSETS, Conventions
 from quantizer.export.onnx.decompositions import complex_refusals, lacks_product
+from quantizer.export.onnx.lowering import OPSETS, Conventions
 from quantizer.export.onnx.translation import reason_of, translatable, translate_program
 from quantizer.export.programs.program import lone_programs
 from quantizer.graph.ir import Graph, Node

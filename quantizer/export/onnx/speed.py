@@ -18,7 +18,7 @@ import torch
 from numpy.typing import NDArray
 from onnx import ModelProto, NodeProto, TensorProto
 
-from quantizer.export.onnx.marks import MARK_DOMAIN
+from quantizer.export.onnx.lowering import MARK_DOMAIN
 from quantizer.export.performance import MIN_ROUNDS, Speed, waited_seconds
 from quantizer.option_words import Sentence
 

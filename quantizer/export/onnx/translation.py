@@ -12,7 +12,7 @@ from torch.utils import _pytree as pytree
 from quantizer.config.roles import base_role, is_parameter, parameter_name
 from quantizer.errors import ModelError, first_line
 from quantizer.export.deployment import Deployment, tensor_leaves
-from quantizer.export.onnx.marks import MARK_DOMAIN, Quantizations
+from quantizer.export.onnx.lowering import MARK_DOMAIN, Quantizations
 from quantizer.export.onnx.written_out import decompositions_for
 from quantizer.export.programs.program import export_program
 from quantizer.graph.tracing.trace import lean_export

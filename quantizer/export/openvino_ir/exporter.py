@@ -41,7 +41,7 @@ from quantizer.export.exporter import Exporter, Refusal
 from quantizer.export.onnx.build import LARGEST_MESSAGE, BuiltOnnx, build_onnx
 from quantizer.export.onnx.executed import kernels_of_products, names_of_products
 from quantizer.export.onnx.exporter import OnnxExporter
-from quantizer.export.onnx.marks import RECURRENT
+from quantizer.export.onnx.lowering import RECURRENT
 from quantizer.export.onnx.openvino import (
     DEFAULT_SETTINGS,
     EXACT_SETTINGS,

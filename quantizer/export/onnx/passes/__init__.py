@@ -5,7 +5,7 @@ from collections.abc import Callable
 import onnx_ir as ir
 
 from quantizer.export.onnx.builder import make_names_unique
-from quantizer.export.onnx.marks import Lowering, name_products
+from quantizer.export.onnx.lowering import Lowering
 from quantizer.export.onnx.passes.integer_forms import (
     compute_constants,
     look_up_codes,
@@ -21,6 +21,7 @@ from quantizer.export.onnx.passes.moves import (
 )
 from quantizer.export.onnx.passes.products import (
     hide_float_biases,
+    name_products,
     straighten_linear,
     write_sizes_as_sums,
     write_sum_biases,

@@ -37,8 +37,7 @@ from quantizer.export.onnx.builder import (
     remove_node,
     replace_node,
 )
-from quantizer.export.onnx.conventions import EIGHT_BITS, UINT8
-from quantizer.export.onnx.marks import Lowering
+from quantizer.export.onnx.lowering import EIGHT_BITS, UINT8, Lowering
 
 # The first two axes of an image are samples and channels.
 _FIRST_POSITION = 2

@@ -34,8 +34,7 @@ from quantizer.export.onnx.builder import (
     remove_node,
     replace_node,
 )
-from quantizer.export.onnx.conventions import EIGHT_BITS
-from quantizer.export.onnx.marks import MULTIPLYING, Lowering
+from quantizer.export.onnx.lowering import EIGHT_BITS, MULTIPLYING, Lowering
 from quantizer.export.onnx.restated import missing_channels
 
 PASSED_OPERATORS = ("Reshape", "Transpose", "Squeeze", "Unsqueeze", "MaxPool")

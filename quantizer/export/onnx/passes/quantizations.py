@@ -17,7 +17,7 @@ from quantizer.export.onnx.activations import (
     takes_bounds,
 )
 from quantizer.export.onnx.builder import NodeBuilder, array_of, remove_node, replace_node
-from quantizer.export.onnx.marks import MULTIPLYING, Lowering, is_mark, marks_of
+from quantizer.export.onnx.lowering import MULTIPLYING, Lowering, is_mark, marks_of
 from quantizer.export.onnx.passes.moves import MOVE_OPERATORS
 from quantizer.export.onnx.passes.products import TRANSPOSED_KEY
 from quantizer.export.onnx.restated import PACKED_BLOCK_SIZES

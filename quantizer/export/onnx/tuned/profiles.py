@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from onnx import ModelProto, NodeProto
 
 from quantizer.export.onnx.executed import OPTIMIZER_SUFFIXES, kernel_events, profiled
-from quantizer.export.onnx.marks import PRODUCTS
+from quantizer.export.onnx.lowering import PRODUCTS
 from quantizer.export.onnx.passes.moves import MOVE_OPERATORS
 from quantizer.export.onnx.speed import mean_seconds, speeds_in_turns, timed_session
 from quantizer.export.performance import Speed

@@ -20,7 +20,7 @@ from quantizer.export.acceptance import failures_named
 from quantizer.export.deployment import Deployment
 from quantizer.export.layer_choice import DEPLOY_FORMAT, LayerChoice, network_digest
 from quantizer.export.onnx.build import NetworkToWrite
-from quantizer.export.onnx.conventions import Conventions
+from quantizer.export.onnx.lowering import Conventions
 from quantizer.export.onnx.restated import with_activations
 from quantizer.export.onnx.speed import float_model
 from quantizer.export.onnx.tuned.costs import ProfiledPair, block_milliseconds, measured_costs
