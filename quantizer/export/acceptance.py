@@ -8,11 +8,10 @@ import logging
 import math
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -32,14 +31,14 @@ MARGIN_DB = 3.0
 SUFFICIENT_DB = 40.0
 # Relative to the largest value. A smaller difference is none where test mode gives only zeros.
 _NEGLIGIBLE = 1e-6
-Outputs = Callable[[tuple[Any, ...], Mapping[str, Any]], list[Tensor]]
+Outputs = Callable[[Call], list[Tensor]]
 """Returns what a file gives for one call: the tensors, in order."""
 
 
 @torch.no_grad()
 def compared_calls(
     deployment: Deployment,
-    runs: Callable[[tuple[Any, ...], Mapping[str, Any]], Sequence[list[Tensor]]],
+    runs: Callable[[Call], Sequence[list[Tensor]]],
     calls: Iterable[Call] | None = None,
     network: Network | None = None,
 ) -> list[Verification]:
@@ -55,10 +54,10 @@ def compared_calls(
     """
     agreements: list[Agreement] = []
     network = network or deployment.reference
-    for args, kwargs in deployment.calls() if calls is None else calls:
+    for call in deployment.calls() if calls is None else calls:
         recorder = Recorder(deployment.outputs)
-        expected = to_float32(tensor_leaves(network.observe(args, kwargs, recorder.watchers)))
-        for index, actual in enumerate(runs(args, kwargs)):
+        expected = to_float32(tensor_leaves(network.observe(*call, recorder.watchers)))
+        for index, actual in enumerate(runs(call)):
             _require_shapes(deployment, expected, actual)
             if index == len(agreements):
                 steps = deployment.part_steps
@@ -92,7 +91,7 @@ def verified_calls(
     Raises:
         VerificationError: the outputs differ.
     """
-    (verification,) = compared_calls(deployment, lambda *call: [outputs(*call)])
+    (verification,) = compared_calls(deployment, lambda call: [outputs(call)])
     refusal = f"{name} is not written: {subject}"
     return accept_file(verification, deployment, outputs, refusal=refusal, remedy=remedy)
 
@@ -187,12 +186,9 @@ def least_db(sqnr_db: float) -> float:
 
 def _largest(verification: Verification) -> float:
     """Return the largest magnitude in test mode."""
-    largest = 0.0
-    for part in verification.parts:
-        end = max(abs(part.expected.low), abs(part.expected.high))
-        if part.is_float and math.isfinite(end):
-            largest = max(largest, end)
-    return largest
+    extents = [part.expected for part in verification.parts if part.is_float]
+    ends = [max(abs(extent.low), abs(extent.high)) for extent in extents]
+    return max(filter(math.isfinite, ends), default=0.0)
 
 
 def _part_text(part: PartAgreement) -> str:
@@ -218,7 +214,7 @@ def with_float_figures(
     if deployment.float_graph is None or worst_of(verification, deployment) is None:
         return verification
     network = Network(deployment.float_graph.in_memory())
-    compared = compared_calls(deployment, lambda *call: [outputs(*call)], calls, network)
+    compared = compared_calls(deployment, lambda call: [outputs(call)], calls, network)
     if not compared or not compared[0].parts:
         return verification
     (figures,) = compared
@@ -251,13 +247,13 @@ def engine_check(
         run: returns the outputs in float32 and, if there are any, in default settings.
         first_layer: finds the first layer that differs.
     """
-    call = (deployment.args, dict(deployment.kwargs))
+    calls = [deployment.call]
     try:
         results = run()
-        verifications = compared_calls(deployment, lambda *_: results, [call])
+        verifications = compared_calls(deployment, lambda _: results, calls)
         for index, outputs in enumerate(results):
             verifications[index] = with_float_figures(
-                verifications[index], _giving(outputs), deployment, [call]
+                verifications[index], _giving(outputs), deployment, calls
             )
         agreeing = [worst_of(found, deployment) is None for found in verifications]
         figures, *defaults = verifications
@@ -280,7 +276,7 @@ def engine_check(
 
 
 def _giving(tensors: list[Tensor]) -> Outputs:
-    return lambda args, kwargs: tensors
+    return lambda call: tensors
 
 
 def started(program: str, folder: Path) -> subprocess.Popen[str]:

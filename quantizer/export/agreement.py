@@ -142,10 +142,8 @@ class Verification:
     @property
     def first_differing(self) -> LayerCodes | None:
         """Return the first layer, in order of execution, that differs by more than rounding."""
-        for row in self.layers:
-            if row.equal < WITHIN or row.most_steps > 1:
-                return row
-        return None
+        differing = (row for row in self.layers if row.equal < WITHIN or row.most_steps > 1)
+        return next(differing, None)
 
     @property
     def summary_lines(self) -> list[str]:

@@ -27,10 +27,8 @@ from quantizer.storage.deferred_tensor import loaded
 
 def input_key(layer: str, graph: Graph, specs: TensorSpecs) -> Key | None:
     """Return where a layer's input is quantized: by the layer itself, or where it was made."""
-    for key in ((layer, "input"), *_source_keys(layer, graph)):
-        if key in specs:
-            return key
-    return None
+    keys = ((layer, "input"), *_source_keys(layer, graph))
+    return next((key for key in keys if key in specs), None)
 
 
 def layer_input_spec(layer: str, graph: Graph, specs: TensorSpecs) -> QuantizationSpec | None:

@@ -223,7 +223,12 @@ class Deployment:
         """Return what the user's model calls its positional arguments, as far as it says so."""
         return arguments_of(self.model).names
 
-    def calls(self) -> Iterator[tuple[tuple[Any, ...], Mapping[str, Any]]]:
+    @property
+    def call(self) -> Call:
+        """Return the call of the model."""
+        return self.args, dict(self.kwargs)
+
+    def calls(self) -> Iterator[Call]:
         """Yield positional and keyword arguments of each call to verify with.
 
         The last one has other sizes than the first, if `--dynamic` leaves sizes open.
@@ -232,7 +237,7 @@ class Deployment:
             yield in_traced_order(self.graph, batch.args, batch.kwargs)
         lengths = _asked_lengths(self.graph)
         if lengths:
-            leaves, structure = pytree.tree_flatten((self.args, dict(self.kwargs)))
+            leaves, structure = pytree.tree_flatten(self.call)
             for length in lengths:
                 for index, axis in length.axes:
                     leaves[index] = _of_other_size(leaves[index], axis, length)
@@ -306,7 +311,7 @@ class Deployment:
                 sizes = shapes[index]
                 assert sizes is not None
                 sizes[axis] = length.traced
-        call = call_with_shapes(self.args, self.kwargs, shapes)
+        call = call_with_shapes(*self.call, shapes)
         # The call has the inputs of the graph.
         assert call is not None
         return call
@@ -362,7 +367,7 @@ def in_float32(deployment: Deployment) -> Deployment:
     graph = deployment.graph
     if not any(node.dtype in HALF for node in graph.nodes):
         return deployment
-    args, kwargs = to_float32((deployment.args, dict(deployment.kwargs)))
+    args, kwargs = to_float32(deployment.call)
     nodes = tuple(
         replace(node, attrs=to_float32(dict(node.attrs)), dtype=_widened_leaf(node.dtype))
         for node in graph.nodes

@@ -43,10 +43,8 @@ def default_destination(model: Any) -> str:
 
 def _destination_for(kind: str) -> str:
     """Return the destination of such models if the user names none; empty if there is none."""
-    for name, destination in DESTINATIONS.items():
-        if destination.stands_for == kind:
-            return name
-    return ""
+    names = (name for name, row in DESTINATIONS.items() if row.stands_for == kind)
+    return next(names, "")
 
 
 def about_destinations() -> str:

@@ -69,11 +69,8 @@ def family_of(node: Node) -> str:
     """Return the family of transformers whose code has a layer, as `mixtral`; empty for code of
     other packages.
     """
-    for name in node.classes:
-        family = _FAMILY.match(name)
-        if family:
-            return family[1]
-    return ""
+    families = map(_FAMILY.match, node.classes)
+    return next((family[1] for family in families if family), "")
 
 
 def parameter_values(

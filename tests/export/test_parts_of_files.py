@@ -44,11 +44,7 @@ def verified(change: Callable[[Tensor], object], given: Deployment) -> Verificat
     change(found)
     agreement.add([expected], [found], recorder)
     return accept_file(
-        agreement.result(),
-        given,
-        lambda args, kwargs: [found],
-        refusal="the file",
-        remedy="do this",
+        agreement.result(), given, lambda call: [found], refusal="the file", remedy="do this"
     )
 
 

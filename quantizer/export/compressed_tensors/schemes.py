@@ -114,7 +114,7 @@ def _weight_scheme(spec: QuantizationSpec, scale: Tensor) -> dict[str, Any]:
         scheme["block_structure"] = [spec.group_size, spec.group_size]
     elif spec.qscheme == "per_tensor" and spec.dtype != "int":
         scheme["strategy"] = "tensor"
-    return scheme | _scale_dtypes(spec)
+    return scheme
 
 
 def _input_scheme(spec: QuantizationSpec) -> dict[str, Any]:
@@ -124,21 +124,18 @@ def _input_scheme(spec: QuantizationSpec) -> dict[str, Any]:
         scheme["strategy"] = "tensor_group"
     if spec.qscheme == "per_group":
         scheme["group_size"] = spec.group_size
-    return scheme | _scale_dtypes(spec)
-
-
-def _scale_dtypes(spec: QuantizationSpec) -> dict[str, str]:
-    """Return the types of scales that a group has in few bits; nothing for float scales."""
-    dtype = _SCALE_DTYPES.get(spec.scale_type)
-    if dtype is None or spec.dtype == "int" or spec.qscheme != "per_group":
-        return {}
-    return {"scale_dtype": dtype, "zp_dtype": dtype}
+    return scheme
 
 
 def _common_scheme(spec: QuantizationSpec) -> dict[str, Any]:
     bits = {"int": spec.bit_width, "fp8_e4m3": 8, "fp4": 4}[spec.dtype]
     kind = "int" if spec.dtype == "int" else "float"
-    return {"num_bits": bits, "type": kind, "symmetric": is_symmetric(spec)}
+    scheme = {"num_bits": bits, "type": kind, "symmetric": is_symmetric(spec)}
+    # Of scales that a group has in few bits
+    dtype = _SCALE_DTYPES.get(spec.scale_type)
+    if dtype is not None and spec.dtype != "int" and spec.qscheme == "per_group":
+        scheme |= {"scale_dtype": dtype, "zp_dtype": dtype}
+    return scheme
 
 
 def _packed_layout(weight: QuantizedTensor, codes: Tensor) -> dict[str, Tensor]:

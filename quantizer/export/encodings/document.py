@@ -264,8 +264,8 @@ def encoding_refusals(graph: Graph, specs: TensorSpecs) -> Iterator[Refusal]:
             reasons = _ACTIVATIONS.reasons(spec)
         elif base_role(role) == "weights":
             reasons = _weight_reasons(spec, graph.by_name[layer], role, graph)
-        for why, remedy in reasons:
-            yield Refusal(why, remedy, layer, role)
+        for reason in reasons:
+            yield Refusal(*reason, layer, role)
 
 
 def encoded_bits(spec: QuantizationSpec) -> int:

@@ -37,7 +37,7 @@ from quantizer.export.encodings.document import (
     read_document,
     require_axes,
 )
-from quantizer.export.encodings.lowering import EncodedNetwork, lower_to_encodings
+from quantizer.export.encodings.lowering import lower_to_encodings
 from quantizer.export.exporter import Exporter, Refusal
 from quantizer.export.onnx.build import DEFAULT_OPSET, clean_proto, stored_model
 from quantizer.export.onnx.lowering import Lowering
@@ -247,7 +247,7 @@ def _outputs(content: bytes, text: str, deployment: Deployment) -> list[list[Ten
         VerificationError: it cannot load or run the files.
     """
     model: ModelProto = onnx.load_from_string(content)
-    inputs: dict[str, Any] = named_inputs(model, deployment, deployment.args, deployment.kwargs)
+    inputs: dict[str, Any] = named_inputs(model, deployment, deployment.call)
     with TemporaryDirectory() as name:
         folder = Path(name)
         (folder / "model.onnx").write_bytes(content)
@@ -288,6 +288,10 @@ def _simulate() -> None:
 
 
 VERSION_OPTION = "encodings_version"
+_UNENCODED = (
+    "the weights have no encoding, because readers know no axis of channels there. The file "
+    "has their rounded values"
+)
 
 
 class EncodingsExporter(Exporter[EncodedFile]):
@@ -328,16 +332,19 @@ class EncodingsExporter(Exporter[EncodedFile]):
         model = translate_network(wide, network, quantizations, opset)
         lowering = Lowering(network, quantizations, opset, biases={}, float_layers=())
         name_products(model, lowering)
-        lowered = lower_to_encodings(model, lowering)
+        encodings, unencoded = lower_to_encodings(model, lowering)
         proto = ir.to_proto(model)
         clean_proto(proto, deployment.graph, deployment.input_names)
         onnx.helper.set_model_props(proto, deployment.origin.texts())
         version = deployment.choice(VERSION_OPTION)
-        require_axes(lowered.encodings, proto, version)
-        document = encodings_document(lowered.encodings, version)
+        require_axes(encodings, proto, version)
+        document = encodings_document(encodings, version)
         text = json.dumps(document, indent=1) + "\n"
+        remarks: tuple[str, ...] = ()
+        if unencoded:
+            remarks = (f"{first_names(unencoded)}: {_UNENCODED}",)
         with stored_model(proto, _network_path(path)) as source:
-            yield EncodedFile(path.name, source, text, tested, _remarks(lowered))
+            yield EncodedFile(path.name, source, text, tested, remarks)
         write_bytes(path, text.encode())
 
     def verify(self, deployment: Deployment, written: EncodedFile) -> Verification:
@@ -351,17 +358,6 @@ class EncodingsExporter(Exporter[EncodedFile]):
             check = aimet_check(written.name, written.source, written.text, written.tested)
         engines = () if check is None else (check,)
         return replace(verification, remarks=written.remarks, engines=engines)
-
-
-def _remarks(lowered: EncodedNetwork) -> tuple[str, ...]:
-    """Return a sentence on weights without encodings, if there are any."""
-    if not lowered.unencoded:
-        return ()
-    names = first_names(lowered.unencoded)
-    return (
-        f"{names}: the weights have no encoding, because readers know no axis of channels "
-        "there. The file has their rounded values",
-    )
 
 
 def _network_path(path: Path) -> Path:

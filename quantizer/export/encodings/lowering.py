@@ -1,7 +1,7 @@
 """Turns a translated network with marks into a float network and encodings by tensor names."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import onnx_ir as ir
@@ -14,6 +14,7 @@ from quantizer.export.onnx.builder import (
     add_initializer,
     array_of,
     make_names_unique,
+    nodes_of,
     redirect,
     remove_node,
 )
@@ -55,27 +56,20 @@ _FUSED = frozenset(
 _DIMENSIONS_IN_3D = 5
 _PREFIX = "network."
 _TRANSPOSED = ".transposed"
+_Encodings = dict[ir.Value, TensorEncoding]
+"""Those of values."""
 
 
-@dataclass(frozen=True)
-class EncodedNetwork:
-    """The encodings of a network.
-
-    Attributes:
-        unencoded: layers with quantized weights that no encoding fits. The network has their
-            rounded values all the same.
-    """
-
-    encodings: tuple[TensorEncoding, ...]
-    unencoded: tuple[str, ...]
-
-
-def lower_to_encodings(model: ir.Model, lowering: Lowering) -> EncodedNetwork:
-    """Remove all marks and return the encodings, parameters after activations.
+def lower_to_encodings(
+    model: ir.Model, lowering: Lowering
+) -> tuple[list[TensorEncoding], list[str]]:
+    """Remove all marks and return the encodings, parameters after activations, and the layers
+    with quantized weights that no encoding fits. The network has their rounded values all the
+    same.
 
     Tensors with encodings are called after their layers, and initializers after parameters.
     """
-    parameters: dict[ir.Value, TensorEncoding] = {}
+    parameters: _Encodings = {}
     unencoded: list[str] = []
     for mark in marks_of(model.graph):
         (layer, role), tensor = lowering.marked(mark)
@@ -84,7 +78,7 @@ def lower_to_encodings(model: ir.Model, lowering: Lowering) -> EncodedNetwork:
             parameters |= encodings
             if not encodings:
                 unencoded.append(layer)
-    activations: dict[ir.Value, TensorEncoding] = {}
+    activations: _Encodings = {}
     for node in list(model.graph):
         if is_mark(node):
             _place_activation(node, lowering, activations)
@@ -96,16 +90,14 @@ def lower_to_encodings(model: ir.Model, lowering: Lowering) -> EncodedNetwork:
     constants = _clip_bounds(model.graph, activations)
     _rename_initializers(model.graph, lowering)
     make_names_unique(model.graph)
-    named = tuple(
+    named = [
         replace(encoding, name=str(value.name))
         for value, encoding in (activations | constants | parameters).items()
-    )
-    return EncodedNetwork(named, tuple(unencoded))
+    ]
+    return named, unencoded
 
 
-def _parameter_encodings(
-    mark: ir.Node, tensor: QuantizedTensor
-) -> dict[ir.Value, TensorEncoding]:
+def _parameter_encodings(mark: ir.Node, tensor: QuantizedTensor) -> _Encodings:
     """Remove the mark of a weight and return the encodings of the initializers that are left.
 
     Transposes are computed, so that operators read initializers.
@@ -114,7 +106,7 @@ def _parameter_encodings(
     result = mark.outputs[0]
     assert weight is not None
     encoding = _encoding_of_weight(tensor)
-    encodings: dict[ir.Value, TensorEncoding] = {}
+    encodings: _Encodings = {}
     for reader, index in list(result.uses()):
         if reader.op_type != "Transpose" or reader.outputs[0].is_graph_output():
             reader.replace_input_with(index, weight)
@@ -201,9 +193,7 @@ def _encoding_of_activation(tensor: QuantizedTensor) -> TensorEncoding:
     return TensorEncoding("", spec.bit_width, False, scale, zero_point)
 
 
-def _place_activation(
-    mark: ir.Node, lowering: Lowering, activations: dict[ir.Value, TensorEncoding]
-) -> None:
+def _place_activation(mark: ir.Node, lowering: Lowering, activations: _Encodings) -> None:
     """Remove the mark of an activation. The value before it gets the encoding.
 
     Where others read that value as it is, an Identity gets the encoding.
@@ -235,7 +225,7 @@ def _place_activation(
 
 
 def _quantize_before(
-    graph: ir.Graph, activations: dict[ir.Value, TensorEncoding], operators: Sequence[str]
+    graph: ir.Graph, activations: _Encodings, operators: Sequence[str]
 ) -> None:
     """Give values that only one of these operators reads the encoding of what it makes, where
     readers quantize both.
@@ -243,8 +233,8 @@ def _quantize_before(
     Codes are the same before and after a concatenation. Rounding is monotone, and zero has a
     code, so they are the same behind Relu and Clip, too.
     """
-    for node in graph:
-        encoding = activations.get(node.outputs[0]) if node.op_type in operators else None
+    for node in nodes_of(graph, *operators):
+        encoding = activations.get(node.outputs[0])
         sources = node.inputs[:1] if node.op_type in _CUTTING else node.inputs
         for source in sources:
             if encoding is None or source is None or source in activations:
@@ -272,16 +262,14 @@ def _is_fused(node: ir.Node, cut: ir.Node) -> bool:
     return len(weight.shape) != _DIMENSIONS_IN_3D and not is_depthwise
 
 
-def _clip_bounds(
-    graph: ir.Graph, activations: Mapping[ir.Value, TensorEncoding]
-) -> dict[ir.Value, TensorEncoding]:
+def _clip_bounds(graph: ir.Graph, activations: _Encodings) -> _Encodings:
     """Return encodings for the bounds of Clip operators before an encoded value.
 
     aimet-onnx quantizes all inputs of operators, these too. The encodings keep their values.
     """
-    bounds: dict[ir.Value, TensorEncoding] = {}
-    for node in graph:
-        encoding = activations.get(node.outputs[0]) if node.op_type == "Clip" else None
+    bounds: _Encodings = {}
+    for node in nodes_of(graph, "Clip"):
+        encoding = activations.get(node.outputs[0])
         for value in node.inputs[1:]:
             array = array_of(value)
             if encoding is None or value is None or array is None or not np.isfinite(array):
@@ -313,7 +301,7 @@ def _has_other_readers(source: ir.Value, encoding: TensorEncoding, lowering: Low
 
 
 def _is_repeated_value(
-    value: ir.Value, encoding: TensorEncoding, activations: Mapping[ir.Value, TensorEncoding]
+    value: ir.Value, encoding: TensorEncoding, activations: _Encodings
 ) -> bool:
     """Return whether a value only moves values that have the same encoding already."""
     node = value.producer()

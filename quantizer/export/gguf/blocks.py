@@ -85,10 +85,8 @@ def block_type(spec: QuantizationSpec) -> BlockType | None:
     """
     if spec.dtype != "int":
         return _TYPES_OF_FORMATS.get(spec.dtype)
-    for kind in BLOCK_TYPES:
-        if kind.has_minimum != is_symmetric(spec) and kind.bits >= spec.bit_width:
-            return kind
-    return None
+    kinds = [kind for kind in BLOCK_TYPES if kind.has_minimum != is_symmetric(spec)]
+    return next((kind for kind in kinds if kind.bits >= spec.bit_width), None)
 
 
 def block_refusal(spec: QuantizationSpec, inputs: int) -> Reason | None:

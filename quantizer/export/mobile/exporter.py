@@ -30,7 +30,7 @@ from quantizer.export.mobile.kernels import DOUBTFUL, MobileEngine
 from quantizer.export.performance import Kernels
 from quantizer.export.programs.coded import ProgramForm, coded_program
 from quantizer.export.programs.program import lone_programs
-from quantizer.graph.ir import Graph, Node, references
+from quantizer.graph.ir import Call, Graph, Node, references
 from quantizer.graph.tracing.batch_axes import axes_of_graph, has_open_batch, samples_in
 from quantizer.graph.tracing.trace import quiet
 from quantizer.nn.network import Execution
@@ -215,14 +215,14 @@ class MobileExporter(Exporter[MobileFile]):
         """
         runners: list[Outputs] = []
 
-        def outputs(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Tensor]:
+        def outputs(call: Call) -> list[Tensor]:
             """Return the outputs of a call in the engine, which the first call starts."""
             remedy = "<--deploy pt2> needs no such engine"
             with failures_named(self.engine.name, written.name, remedy):
                 if not runners:
                     with quiet():
                         runners.append(self.runner(written))
-                return runners[0](args, kwargs)
+                return runners[0](call)
 
         verification = verified_calls(
             written.tested,
@@ -269,7 +269,7 @@ def _with_longest(graph: Graph) -> Graph:
 def multiply_adds(deployment: Deployment, layers: Collection[str]) -> dict[str, int]:
     """Return how many multiply-adds each of some layers takes for the deployment's call."""
     network = deployment.network()
-    inputs = network.inputs(deployment.args, deployment.kwargs)
+    inputs = network.inputs(*deployment.call)
     execution = Execution(network, inputs)
     sizes: dict[str, int] = {}
     # The recurrent layers of this library hide their products
@@ -296,7 +296,7 @@ def fold_constants(deployment: Deployment) -> Deployment:
     values: dict[str, Any] = {}
     watchers = {name: partial(_store, values, name) for name in names}
     with torch.no_grad():
-        deployment.network().observe(deployment.args, deployment.kwargs, watchers)
+        deployment.network().observe(*deployment.call, watchers)
     read = set(references(graph.output))
     nodes: list[Node] = []
     for node in reversed(graph.nodes):
@@ -327,11 +327,12 @@ def _of_nodes(solution: Solution, graph: Graph, names: set[str]) -> Solution:
         for key, tensor in solution.tensors.items()
         if key[0] in computing or key in results
     }
-    weights = dict(solution.weights)
-    corrections = dict(solution.corrections)
-    for layer in {*weights, *corrections} - computing:
-        weights.pop(layer, None)
-        corrections.pop(layer, None)
+    weights = {
+        layer: solution.weights[layer] for layer in solution.weights if layer in computing
+    }
+    corrections = {
+        layer: bias for layer, bias in solution.corrections.items() if layer in computing
+    }
     return replace(solution, tensors=tensors, weights=weights, corrections=corrections)
 
 

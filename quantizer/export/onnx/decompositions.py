@@ -204,6 +204,16 @@ class _Windows:
     strides: tuple[int, ...]
     dilations: tuple[int, ...]
 
+    @classmethod
+    def of(cls, weight: Tensor, settings: Mapping[str, Any]) -> "_Windows":
+        """Return the windows of a convolution with these arguments."""
+        dims = weight.dim() - 2
+        return cls(
+            tuple(weight.shape[2:]),
+            strides=_for_each_axis(settings["stride"], dims),
+            dilations=_for_each_axis(settings.get("dilation", (1,)), dims),
+        )
+
     def width(self, axis: int) -> int:
         """Return how many positions a window covers along an axis."""
         gaps = self.kernel[axis] - 1
@@ -225,16 +235,8 @@ def _convolution(x: Tensor, weight: Tensor, bias: Tensor | None = None, *argumen
     groups = settings.get("groups", 1)
     if isinstance(groups, int):
         return NotImplemented
-    dims = weight.dim() - 2
-    kernel = tuple(weight.shape[2:])
-    windows = _Windows(
-        kernel,
-        strides=_for_each_axis(settings["stride"], dims),
-        dilations=_for_each_axis(settings["dilation"], dims),
-    )
-    padding = settings["padding"]
-    edges = _edges(padding, windows)
-    padded = functional.pad(x, edges)
+    windows = _Windows.of(weight, settings)
+    padded = functional.pad(x, _edges(settings["padding"], windows))
     sizes = [windows.count(axis, length) for axis, length in enumerate(padded.shape[2:])]
     batch = x.shape[0]
     outputs = weight.shape[0]
@@ -267,12 +269,7 @@ def _transposed(x: Tensor, weight: Tensor, bias: Tensor | None = None, *argument
     groups = settings.get("groups", 1)
     if isinstance(groups, int):
         return NotImplemented
-    kernel = tuple(weight.shape[2:])
-    windows = _Windows(
-        kernel,
-        strides=_for_each_axis(settings["stride"], 2),
-        dilations=_for_each_axis(settings.get("dilation", (1,)), 2),
-    )
+    windows = _Windows.of(weight, settings)
     padding = _for_each_axis(settings["padding"], 2)
     added = _for_each_axis(settings["output_padding"], 2)
     covered: list[int] = []
@@ -293,7 +290,7 @@ def _transposed(x: Tensor, weight: Tensor, bias: Tensor | None = None, *argument
     values = groups * math.prod(weight.shape[1:])
     columns = products.reshape(batch, values, -1)
     sums = functional.fold(
-        columns, tuple(covered), kernel, windows.dilations, stride=windows.strides
+        columns, tuple(covered), windows.kernel, windows.dilations, stride=windows.strides
     )
     sums = functional.pad(sums, edges)
     return _with_bias(sums, bias)

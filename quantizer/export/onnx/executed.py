@@ -317,11 +317,10 @@ def kernels_of_products(
     # The types of the nodes that read and that make each value
     readers: dict[str, str] = {}
     makers: dict[str, str] = {}
-    nodes: dict[str, NodeProto] = {}
     for node in model.graph.node:
         readers |= dict.fromkeys(node.input, node.op_type)
         makers |= dict.fromkeys(node.output, node.op_type)
-        nodes[node.name] = node
+    nodes = {node.name: node for node in model.graph.node}
     where = layout(graph)
     integer: list[str] = []
     reasons: dict[str, str] = {}
@@ -333,18 +332,16 @@ def kernels_of_products(
             continue
         layer = product.name.partition(NUMBERED)[0]
         # Of the file: an engine may take an operator apart
-        written = nodes.get(product.name)
-        operator = product.operator if written is None else written.op_type
+        written = nodes.get(product.name, NodeProto())
+        operator = written.op_type or product.operator
         if INSIDE in product.name:
             reasons[product.name] = _INSIDE_AN_OPERATOR
         elif operator in without_kernels:
             reasons[product.name] = f"{engine} has no integer kernel for {operator}"
         else:
-            outputs = () if written is None else written.output
-            inputs = () if written is None else written.input
-            reader = readers.get(next(iter(outputs), ""), "")
+            reader = readers.get(next(iter(written.output), ""), "")
             reason = _reason(layer, graph, where, solution, reader=reader, engine=engine)
-            if not reason and "Softmax" in (makers.get(name) for name in inputs):
+            if not reason and "Softmax" in map(makers.get, written.input):
                 reason = "it multiplies by a softmax that the config does not quantize"
             reasons[product.name] = reason or f"{engine} does not fuse it"
     return Kernels(tuple(integer), reasons, multiply_adds=sizes)

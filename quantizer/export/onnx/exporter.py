@@ -7,7 +7,7 @@ replace marks by nodes and weights by codes.
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 from onnx import ModelProto, TensorProto
@@ -32,15 +32,11 @@ _BYTES = {TensorProto.INT8: "int8", TensorProto.UINT8: "uint8"}
 _SLOWER_IN_INTEGERS = f"left there for speed, see {DEPLOY_FILE}"
 
 
-@dataclass(frozen=True)
-class OnnxModel:
-    """A model that was written, and what it is compared with."""
-
-    file: OnnxFile
-    built: BuiltOnnx
+_Written = tuple[OnnxFile, BuiltOnnx]
+"""A model that was written, and what it is compared with."""
 
 
-class OnnxExporter(Exporter[OnnxModel]):
+class OnnxExporter(Exporter[_Written]):
     """Writes a model with the inputs and outputs of the user's model, by their names.
 
     They are in the order of the call's tensors. The bytes depend only on network and
@@ -93,7 +89,7 @@ class OnnxExporter(Exporter[OnnxModel]):
         return LayerChoice(reduced, content)
 
     @contextmanager
-    def write(self, deployment: Deployment, path: Path) -> Iterator[OnnxModel]:
+    def write(self, deployment: Deployment, path: Path) -> Iterator[_Written]:
         """Write the model; it is verified before it is published.
 
         Raises:
@@ -105,17 +101,17 @@ class OnnxExporter(Exporter[OnnxModel]):
         with stored_model(built.proto, path) as source:
             is_for_kernels = conventions.is_for_kernels
             file = OnnxFile(path.name, source, built.proto, built.floating, is_for_kernels)
-            yield OnnxModel(file, built)
+            yield file, built
         if deployment.layer_choice is not None:
             write_json(path.with_name(DEPLOY_FILE), deployment.layer_choice.content)
 
-    def verify(self, deployment: Deployment, written: OnnxModel) -> Verification:
+    def verify(self, deployment: Deployment, written: _Written) -> Verification:
         """Run the model in ONNX Runtime, without optimizations and as users do.
 
         OpenVINO runs a file for kernels, too, if it is installed. It refuses nothing, but a
         warning is logged if it reads the file in another way.
         """
-        file, built = written.file, written.built
+        file, built = written
         codes = _activation_codes(file.model)
         remarks = built.remarks
         if not file.is_for_kernels:

@@ -225,11 +225,11 @@ def activation_type(
 def _narrowest(
     candidates: Sequence[IntegerType], spec: QuantizationSpec, opset: int
 ) -> IntegerType | None:
-    for kind in candidates:
-        holds = kind.low <= spec.quant_min and spec.quant_max <= kind.high
-        if holds and kind.opset <= opset:
-            return kind
-    return None
+    known = [kind for kind in candidates if kind.opset <= opset]
+    holding = (
+        kind for kind in known if kind.low <= spec.quant_min <= spec.quant_max <= kind.high
+    )
+    return next(holding, None)
 
 
 def stored_tensor(name: str, values: Tensor, data_type: ir.DataType) -> ir.TensorProtocol:

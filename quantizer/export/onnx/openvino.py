@@ -68,7 +68,7 @@ def openvino_started(
     model = file.model
     with TemporaryDirectory() as name:
         folder = Path(name)
-        inputs = named_inputs(model, deployment, deployment.args, deployment.kwargs)
+        inputs = named_inputs(model, deployment, deployment.call)
         settings = [EXACT_SETTINGS, DEFAULT_SETTINGS]
         run = _Run.started(folder / "file", file.source, inputs, settings)
 
@@ -101,19 +101,16 @@ def first_layer_that_differs(model: ModelProto, deployment: Deployment, folder: 
     if any(node.dtype in HALF for node in deployment.graph.nodes):
         return ""
     layers = LayerCheck(model, deployment)
-    args, kwargs = deployment.args, deployment.kwargs
-    inputs = named_inputs(model, deployment, args, kwargs)
+    inputs = named_inputs(model, deployment, deployment.call)
     try:
         content = layers.model.SerializeToString()
         watched = _Run.started(folder / "watched", content, inputs, [EXACT_SETTINGS])
         (codes,) = watched.outputs()
-        layers.add(args, kwargs, codes)
+        layers.add(deployment.call, codes)
     except VerificationError:
         return ""
-    for row in layers.rows.values():
-        if row.most_steps > _MAX_ROUNDING_STEPS:
-            return row.layer
-    return ""
+    rows = layers.rows.values()
+    return next((row.layer for row in rows if row.most_steps > _MAX_ROUNDING_STEPS), "")
 
 
 @dataclass(frozen=True)

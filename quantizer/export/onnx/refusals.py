@@ -112,8 +112,8 @@ def tensor_refusals(
         elif conventions.weights is not None and role == "weights" and is_multiplied(node):
             input_spec = layer_input_spec(layer, graph, specs)
             reasons += _weight_reasons(conventions.weights, node, spec, input_spec)
-        for why, remedy in reasons:
-            yield Refusal(why, remedy, layer, role)
+        for reason in reasons:
+            yield Refusal(*reason, layer, role)
 
 
 def float8_key_refusals(graph: Graph, specs: TensorSpecs) -> Iterator[Refusal]:

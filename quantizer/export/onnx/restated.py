@@ -311,11 +311,8 @@ def _for_floats(
     group_size = spec.group_size
     if not is_grouped or group_size is None or group_size == -1:
         group_size = inputs
-    block_size: int | None = None
-    for size in (_FASTEST_BLOCK_SIZE, *PACKED_BLOCK_SIZES):
-        if group_size % size == 0:
-            block_size = size
-            break
+    sizes = (_FASTEST_BLOCK_SIZE, *PACKED_BLOCK_SIZES)
+    block_size = next((size for size in sizes if group_size % size == 0), None)
     is_wide = spec.bit_width > 4 and not packed
     if group_size == inputs and (block_size is None or is_wide):
         by_channel = replace(spec, qscheme="per_channel", ch_axis=0, group_size=None)

@@ -22,6 +22,8 @@ from quantizer.export.onnx.lowering import MARK_DOMAIN
 from quantizer.export.performance import MIN_ROUNDS, Speed, waited_seconds
 from quantizer.option_words import Sentence
 
+Feed = Mapping[str, NDArray[Any]]
+"""The tensors of a call, of inputs or outputs, by name."""
 Timer = Callable[[int], float]
 """Runs a network so many times and returns the seconds of one run, as their mean."""
 # The threads of a session wait for its next run in a loop. Those of one session would slow
@@ -59,7 +61,7 @@ def float_model(model: ir.Model) -> bytes | None:
 def measured_speed(
     session: onnxruntime.InferenceSession,
     floating: bytes,
-    feed: Mapping[str, NDArray[Any]],
+    feed: Feed,
     *,
     with_int8: bytes | None = None,
 ) -> Speed | None:
@@ -137,9 +139,7 @@ def _runs_at_once(timer: Timer, shortest: float) -> int:
     return max(1, math.ceil(shortest / max(seconds, shortest / _MAX_RUNS)))
 
 
-def mean_seconds(
-    session: onnxruntime.InferenceSession, feed: Mapping[str, NDArray[Any]], runs: int
-) -> float:
+def mean_seconds(session: onnxruntime.InferenceSession, feed: Feed, runs: int) -> float:
     """Return the seconds of one run, as the mean of several."""
     start = time.perf_counter()
     for _ in range(runs):

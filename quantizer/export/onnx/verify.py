@@ -4,7 +4,7 @@ test mode. The codes of all layers are compared, too, each from the same codes.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -30,8 +30,9 @@ from quantizer.export.onnx.executed import (
     products_between_codes,
     profiled,
 )
-from quantizer.export.onnx.speed import STOP_SPINNING, measured_speed, with_int8_weights
+from quantizer.export.onnx.speed import STOP_SPINNING, Feed, measured_speed, with_int8_weights
 from quantizer.export.performance import Kernels, Speed
+from quantizer.graph.ir import Call
 from quantizer.nn.network import Execution
 from quantizer.option_words import Sentence
 from quantizer.plan.model import Key
@@ -84,15 +85,10 @@ class LayerCheck:
         return layer, role
 
     @torch.no_grad()
-    def add(
-        self,
-        args: tuple[Any, ...],
-        kwargs: Mapping[str, Any],
-        codes: Mapping[str, NDArray[Any]],
-    ) -> None:
+    def add(self, call: Call, codes: Feed) -> None:
         """Add one batch; `codes` are outputs of the session by name."""
         graph = self.network.graph
-        execution = Execution(self.network, self.network.inputs(args, kwargs))
+        execution = Execution(self.network, self.network.inputs(*call))
         while execution.position < len(graph.nodes):
             node = graph.nodes[execution.position]
             input_key = (node.name, "input")
@@ -110,7 +106,7 @@ class LayerCheck:
                 value = self._compared(output_key, value, codes)
             execution.put(value)
 
-    def _compared(self, key: Key, value: Tensor, codes: Mapping[str, NDArray[Any]]) -> Tensor:
+    def _compared(self, key: Key, value: Tensor, codes: Feed) -> Tensor:
         """Compare a value's codes with the session's, and return the value of the latter."""
         scale = self.tensors[key].scale
         stored = torch.from_numpy(codes[self.values[key]])
@@ -175,9 +171,9 @@ def verify_sessions(file: OnnxFile, deployment: Deployment) -> Verification:
     layers = _layer_session(file, deployment)
     feeds: list[dict[str, NDArray[Any]]] = []
 
-    def run(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[list[Tensor]]:
+    def run(call: Call) -> list[list[Tensor]]:
         """Return what each session gives for a call, and compare the codes of its layers."""
-        feed = named_inputs(file.model, deployment, args, kwargs)
+        feed = named_inputs(file.model, deployment, call)
         if not feeds:
             feeds.append(feed)
         results: list[list[Tensor]] = []
@@ -189,7 +185,7 @@ def verify_sessions(file: OnnxFile, deployment: Deployment) -> Verification:
             names = list(check.values.values())
             with failures_named(DEFAULT, file.name, HELP):
                 codes = layer_session.run(names, feed)
-            check.add(args, kwargs, dict(zip(names, codes, strict=True)))
+            check.add(call, dict(zip(names, codes, strict=True)))
         return results
 
     verified: dict[str, Verification] = {}
@@ -222,7 +218,7 @@ def _multiplications(
     Args:
         folder: where the session writes its graph and its profile.
     """
-    feed = named_inputs(file.model, deployment, deployment.args, deployment.kwargs)
+    feed = named_inputs(file.model, deployment, deployment.call)
     model = file.model
     if file.is_for_kernels:
         model = onnx.load(Path(folder) / _OPTIMIZED, load_external_data=False)
@@ -235,9 +231,7 @@ def _multiplications(
 
 
 def _speed(
-    file: OnnxFile,
-    session: onnxruntime.InferenceSession,
-    feeds: Sequence[Mapping[str, NDArray[Any]]],
+    file: OnnxFile, session: onnxruntime.InferenceSession, feeds: Sequence[Feed]
 ) -> Speed | None:
     """Measure the speed of a session against the float network.
 
@@ -307,24 +301,20 @@ def session_outputs(
     session: onnxruntime.InferenceSession, file: OnnxFile, deployment: Deployment
 ) -> Outputs:
     """Return a function that calls a session as the model is called."""
-    return lambda args, kwargs: _outputs(
-        session, named_inputs(file.model, deployment, args, kwargs)
-    )
+    return lambda call: _outputs(session, named_inputs(file.model, deployment, call))
 
 
-def _outputs(
-    session: onnxruntime.InferenceSession, feed: Mapping[str, NDArray[Any]]
-) -> list[Tensor]:
+def _outputs(session: onnxruntime.InferenceSession, feed: Feed) -> list[Tensor]:
     """Return what a session gives for a call."""
     outputs = session.run(None, feed)
     return [torch.from_numpy(output) for output in outputs]
 
 
 def named_inputs(
-    model: ModelProto, deployment: Deployment, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    model: ModelProto, deployment: Deployment, call: Call
 ) -> dict[str, NDArray[Any]]:
     """Return the call's tensors that a file has as inputs, by name."""
     names = {value.name for value in model.graph.input}
-    tensors = to_float32(tensor_leaves((args, dict(kwargs))))
+    tensors = to_float32(tensor_leaves(call))
     named = zip(deployment.input_names, tensors, strict=True)
     return {name: tensor.numpy() for name, tensor in named if name in names}

@@ -56,7 +56,7 @@ from quantizer.export.performance import (
     einsum_multiply_adds,
     waited_seconds,
 )
-from quantizer.graph.ir import Graph
+from quantizer.graph.ir import Call, Graph
 from quantizer.plan.model import TensorSpecs
 
 IN_FLOAT32 = 0
@@ -89,13 +89,13 @@ class IrSession:
         """Return the ONNX model."""
         return self.built.proto
 
-    def run(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[list[Tensor]]:
+    def run(self, call: Call) -> list[list[Tensor]]:
         """Return what the model gives for a call with each of the settings.
 
         Raises:
             VerificationError: OpenVINO cannot run it.
         """
-        feed: dict[str, Any] = named_inputs(self.model, self.deployment, args, kwargs)
+        feed: dict[str, Any] = named_inputs(self.model, self.deployment, call)
         self.count += 1
         inputs = self.folder / f"inputs_{self.count}.npz"
         results = self.folder / f"outputs_{self.count}.npz"
@@ -114,10 +114,7 @@ class IrSession:
     def outputs(self, setting: int) -> Outputs:
         """Return a function that gives the outputs of a call with one of the settings."""
 
-        def call(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Tensor]:
-            return self.run(args, kwargs)[setting]
-
-        return call
+        return lambda call: self.run(call)[setting]
 
     def products(self) -> list[Product]:
         """Return the multiplications of the last call in the default settings.

@@ -33,6 +33,7 @@ from quantizer.export.onnx.builder import (
     inputs_of,
     is_constant,
     is_quantized,
+    nodes_of,
     producer_of,
     remove_node,
     replace_node,
@@ -204,11 +205,9 @@ def _dequantized(builder: NodeBuilder, value: ir.Value, *, step: float) -> ir.Va
 
 def pool_globally(model: ir.Model, lowering: Lowering) -> None:
     """Replace each ReduceMean over all positions whose input and output are quantized."""
-    for node in list(model.graph):
-        if node.op_type != "ReduceMean" or not _averages_positions(node):
-            continue
+    for node in nodes_of(model.graph, "ReduceMean"):
         x = node.inputs[0]
-        if x is None or producer_of(x, "DequantizeLinear") is None:
+        if not _averages_positions(node) or producer_of(x, "DequantizeLinear") is None:
             continue
         if not is_quantized(node.outputs[0]):
             continue
@@ -237,8 +236,8 @@ _GATHERED_TYPES = (ir.DataType.INT8, ir.DataType.UINT8, ir.DataType.INT32)
 
 def look_up_codes(model: ir.Model, lowering: Lowering) -> None:
     """Replace each Gather of rows of a dequantized table by one of its codes."""
-    for node in list(model.graph):
-        if node.op_type != "DequantizeLinear" or not _is_table(node):
+    for node in nodes_of(model.graph, "DequantizeLinear"):
+        if not _is_table(node):
             continue
         for gather in node.outputs[0].consumers():
             replace_node(gather, _rows(node, gather))

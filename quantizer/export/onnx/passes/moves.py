@@ -29,6 +29,7 @@ from quantizer.export.onnx.builder import (
     attributes_of,
     is_constant,
     is_quantized,
+    nodes_of,
     producer_of,
     redirect,
     remove_node,
@@ -65,9 +66,8 @@ _SIGNED = (ir.DataType.INT8, ir.DataType.INT16)
 def requantize_moves(model: ir.Model, lowering: Lowering) -> None:
     """Quantize moved values again before products."""
     dequantized_by: dict[ir.Value, ir.Node] = {}
-    for node in model.graph:
-        operands = node.inputs[:2] if node.op_type in MULTIPLYING else ()
-        for operand in operands:
+    for node in nodes_of(model.graph, *MULTIPLYING):
+        for operand in node.inputs[:2]:
             if operand is not None:
                 dequantized_by |= _stopped_values(operand)
     for node in list(model.graph):
@@ -148,18 +148,16 @@ def only_moves(node: ir.Node) -> bool:
 
 def requantize_rectified(model: ir.Model, lowering: Lowering) -> None:
     """Quantize what a ReLU makes of dequantized values, which has their codes."""
-    for node in list(model.graph):
-        if node.op_type == "Relu":
-            _quantize_after(node)
+    for node in nodes_of(model.graph, "Relu"):
+        _quantize_after(node)
 
 
 def wrap_operators(model: ir.Model, lowering: Lowering) -> None:
     """Quantize the inputs and the outputs of moves, and the inputs of what cuts off."""
     if not lowering.conventions.wraps_operators:
         return
-    for node in list(model.graph):
-        if node.op_type == "QuantizeLinear":
-            _quantize_before(node)
+    for node in nodes_of(model.graph, "QuantizeLinear"):
+        _quantize_before(node)
     for node in list(model.graph):
         if only_moves(node):
             _quantize_after(node)
@@ -357,9 +355,7 @@ def _pads_of_windows(
 
 def pad_channels(model: ir.Model, lowering: Lowering) -> None:
     """Pad the codes and int8 weights of convolutions with few input channels."""
-    for node in list(model.graph):
-        if node.op_type != "Conv":
-            continue
+    for node in nodes_of(model.graph, "Conv"):
         if not is_quantized(node.outputs[0]):
             continue
         x, weights = node.inputs[:2]

@@ -30,6 +30,7 @@ from quantizer.export.onnx.builder import (
     NodeBuilder,
     add_initializer,
     array_of,
+    nodes_of,
     producer_of,
     remove_node,
     replace_node,
@@ -189,10 +190,9 @@ _OUTPUT_AXES = {"Conv": 0, "ConvTranspose": 1, "Gemm": 1}
 
 def write_sum_biases(model: ir.Model, lowering: Lowering) -> None:
     """Replace float biases by codes. torch.onnx has dropped biases of zeros."""
-    for node in list(model.graph):
+    for node in nodes_of(model.graph, *_OUTPUT_AXES):
         name = node.name or ""
-        has_bias = node.op_type in _OUTPUT_AXES and len(node.inputs) == 3
-        if has_bias and name in lowering.biases:
+        if len(node.inputs) == 3 and name in lowering.biases:
             bias = lowering.biases[name]
             builder = NodeBuilder(f"{name}.bias", node)
             codes = builder.constant("codes", bias.codes, ir.DataType.INT32)
@@ -206,9 +206,7 @@ def write_sum_biases(model: ir.Model, lowering: Lowering) -> None:
 
 def hide_float_biases(model: ir.Model, lowering: Lowering) -> None:
     """Add computed zeros to the biases of `float_layers`, and of layers with float weights."""
-    for node in list(model.graph):
-        if node.op_type not in _OUTPUT_AXES:
-            continue
+    for node in nodes_of(model.graph, *_OUTPUT_AXES):
         has_bias = len(node.inputs) == 3
         count = _channels_of_float_weight(node)
         if count is None and has_bias and node.name in lowering.float_layers:
@@ -252,10 +250,10 @@ def _sizes(value: ir.Value | None) -> list[int]:
 
 def write_sizes_as_sums(model: ir.Model, lowering: Lowering) -> None:
     """Write single sizes as sums if the sum of a convolution and its bias is quantized."""
-    if not any(_quantizes_sum(node) for node in model.graph):
+    if not any(map(_quantizes_sum, nodes_of(model.graph, "Conv", "ConvTranspose"))):
         return
-    for node in list(model.graph):
-        axis = _single_axis(node) if node.op_type == "Shape" else None
+    for node in nodes_of(model.graph, "Shape"):
+        axis = _single_axis(node)
         if axis is not None:
             replace_node(node, _as_sum(node, axis))
 
@@ -264,7 +262,7 @@ def _quantizes_sum(node: ir.Node) -> bool:
     """Return whether the output of a convolution with a bias is quantized without an operator
     between.
     """
-    if node.op_type not in ("Conv", "ConvTranspose") or len(node.inputs) != 3:
+    if len(node.inputs) != 3:
         return False
     waiting = list(node.outputs)
     while waiting:
@@ -319,9 +317,7 @@ def name_products(model: ir.Model, lowering: Lowering) -> None:
         if producer is not None and _SCOPES in producer.metadata_props:
             layer_of_operator[producer.metadata_props[_SCOPES]] = layer
     counts: Counter[str] = Counter()
-    for node in model.graph:
-        if node.op_type not in PRODUCTS:
-            continue
+    for node in nodes_of(model.graph, *PRODUCTS):
         operator = node.metadata_props.get(_SCOPES, "")
         name = _layer(node, layers, lowering)
         if name is None and operator in layer_of_operator:

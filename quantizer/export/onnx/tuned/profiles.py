@@ -20,18 +20,15 @@ from typing import Any
 import onnx
 import onnxruntime
 import torch
-from numpy.typing import NDArray
 from onnx import ModelProto, NodeProto
 
 from quantizer.export.onnx.executed import OPTIMIZER_SUFFIXES, kernel_events, profiled
 from quantizer.export.onnx.lowering import PRODUCTS
 from quantizer.export.onnx.passes.moves import MOVE_OPERATORS
-from quantizer.export.onnx.speed import mean_seconds, speeds_in_turns, timed_session
+from quantizer.export.onnx.speed import Feed, mean_seconds, speeds_in_turns, timed_session
 from quantizer.export.performance import Speed
 from quantizer.plan.model import Key
 
-Feed = Mapping[str, NDArray[Any]]
-"""Inputs of a file by name."""
 # A profile has at least so many runs, and more as long as they fit in these seconds.
 _MIN_RUNS = 5
 _MAX_PROFILED_RUNS = 50

@@ -22,9 +22,9 @@ from quantizer.export.layer_choice import DEPLOY_FORMAT, LayerChoice, network_di
 from quantizer.export.onnx.build import NetworkToWrite
 from quantizer.export.onnx.lowering import Conventions
 from quantizer.export.onnx.restated import with_activations
-from quantizer.export.onnx.speed import float_model
+from quantizer.export.onnx.speed import Feed, float_model
 from quantizer.export.onnx.tuned.costs import ProfiledPair, block_milliseconds, measured_costs
-from quantizer.export.onnx.tuned.profiles import START, BlockMap, Feed, Profile, RuntimeMeter
+from quantizer.export.onnx.tuned.profiles import START, BlockMap, Profile, RuntimeMeter
 from quantizer.export.onnx.verify import DEFAULT, HELP, named_inputs
 from quantizer.export.performance import Speed
 from quantizer.graph.ir import Graph
@@ -285,7 +285,7 @@ def _feeds(deployment: Deployment, model: ModelProto) -> tuple[list[int], list[F
 
     The sizes are one sample and up to ten. A model with a fixed batch has only that one.
     """
-    feed = named_inputs(model, deployment, deployment.args, deployment.kwargs)
+    feed = named_inputs(model, deployment, deployment.call)
     shapes = [shape for shape in input_shapes(deployment.graph) if shape is not None]
     axes = {
         name: shape.index(None)
