@@ -170,8 +170,10 @@ def _part_agrees(part: PartAgreement, sqnr_db: float, verification: Verification
     if part.collapses:
         return False
     if part.sqnr_db is None:
-        is_negligible = part.largest <= _NEGLIGIBLE * _largest(verification)
-        return part.equal_share >= WITHIN or is_negligible
+        extents = [other.expected for other in verification.parts if other.is_float]
+        ends = [max(abs(extent.low), abs(extent.high)) for extent in extents]
+        largest = max(filter(math.isfinite, ends), default=0.0)
+        return part.equal_share >= WITHIN or part.largest <= _NEGLIGIBLE * largest
     nearest = part.sqnr_db
     if part.float_sqnr_db is not None:
         nearest = max(nearest, part.float_sqnr_db)
@@ -182,13 +184,6 @@ def least_db(sqnr_db: float) -> float:
     """Return the least SQNR, against test mode or the float network, of another rounding that
     costs no more."""
     return min(SUFFICIENT_DB, sqnr_db - MARGIN_DB)
-
-
-def _largest(verification: Verification) -> float:
-    """Return the largest magnitude in test mode."""
-    extents = [part.expected for part in verification.parts if part.is_float]
-    ends = [max(abs(extent.low), abs(extent.high)) for extent in extents]
-    return max(filter(math.isfinite, ends), default=0.0)
 
 
 def _part_text(part: PartAgreement) -> str:

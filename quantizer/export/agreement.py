@@ -106,7 +106,10 @@ class Verification:
         if self.engines:
             content["engines"] = [check.to_json() for check in self.engines]
         if self.layers:
-            content["layers"] = [_without_none(vars(row)) for row in self.layers]
+            content["layers"] = [
+                {name: value for name, value in vars(row).items() if value is not None}
+                for row in self.layers
+            ]
             first = self.first_differing
             content["first_differing"] = first and first.layer
         return content
@@ -184,10 +187,6 @@ class Verification:
         if self.float_sqnr_db is not None:
             phrases.append(f"{self.float_sqnr_db:.1f} dB from the float network")
         return ", ".join(phrases)
-
-
-def _without_none(content: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in content.items() if value is not None}
 
 
 @dataclass(frozen=True)

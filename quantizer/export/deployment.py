@@ -373,7 +373,18 @@ def in_float32(deployment: Deployment) -> Deployment:
         for node in graph.nodes
     )
     graph = graph.replaced(nodes=nodes, tensors=to_float32(dict(graph.tensors)))
-    solution = _widened_solution(deployment.encoded)
+    solution = deployment.encoded
+    tensors = {
+        key: replace(tensor, dtype=_widened_leaf(tensor.dtype))
+        for key, tensor in solution.tensors.items()
+    }
+    solution = replace(
+        solution,
+        tensors=tensors,
+        weights=to_float32(_as_dicts(solution.weights)),
+        rescaled=to_float32(_as_dicts(solution.rescaled)),
+        corrections=to_float32(dict(solution.corrections)),
+    )
     return replace(deployment, graph=graph, solution=solution, args=args, kwargs=kwargs)
 
 
@@ -386,20 +397,6 @@ def _widened_leaf(value: Any) -> Any:
     if isinstance(value, Tensor):
         return value.float() if value.dtype in HALF else value
     return torch.float32 if value in HALF else value
-
-
-def _widened_solution(solution: Solution) -> Solution:
-    tensors = {
-        key: replace(tensor, dtype=_widened_leaf(tensor.dtype))
-        for key, tensor in solution.tensors.items()
-    }
-    return replace(
-        solution,
-        tensors=tensors,
-        weights=to_float32(_as_dicts(solution.weights)),
-        rescaled=to_float32(_as_dicts(solution.rescaled)),
-        corrections=to_float32(dict(solution.corrections)),
-    )
 
 
 def _as_dicts(by_layer: Mapping[str, Mapping[str, Tensor]]) -> dict[str, dict[str, Tensor]]:

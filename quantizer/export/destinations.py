@@ -29,9 +29,8 @@ def default_destination(model: Any) -> str:
         UsageError: none is there for such a model.
     """
     can_generate = getattr(model, "can_generate", None)
-    kind = _NETWORK
-    if callable(can_generate) and can_generate():
-        kind = _LANGUAGE_MODEL
+    is_language_model = callable(can_generate) and can_generate()
+    kind = _LANGUAGE_MODEL if is_language_model else _NETWORK
     name = _destination_for(kind)
     if not name:
         raise UsageError(

@@ -9,7 +9,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, replace
-from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from inspect import getsource
 from pathlib import Path
@@ -77,24 +76,6 @@ class EncodedFile:
     text: str
     tested: Deployment
     remarks: tuple[str, ...] = ()
-
-
-def verify_encodings(written: EncodedFile) -> Verification:
-    """Compare the outputs of the network, quantized by its encodings, with test mode's.
-
-    Raises:
-        VerificationError: ONNX Runtime cannot run the network, or its outputs differ.
-    """
-    deployment = written.tested
-    with _evaluated_file(written) as file:
-        outputs = session_outputs(open_session(file, UNOPTIMIZED), file, deployment)
-        return verified_calls(
-            deployment,
-            outputs,
-            name=written.name,
-            remedy=_REMEDY,
-            subject="the network with its encodings",
-        )
 
 
 @contextmanager
@@ -236,27 +217,22 @@ def aimet_check(
         engine = f"{_PACKAGE} {version(_PACKAGE)}"
     except PackageNotFoundError:
         return None
-    run = partial(_outputs, content, text, deployment)
-    return engine_check(engine, name, deployment, run)
-
-
-def _outputs(content: bytes, text: str, deployment: Deployment) -> list[list[Tensor]]:
-    """Return what aimet-onnx gives for the call.
-
-    Raises:
-        VerificationError: it cannot load or run the files.
-    """
     model: ModelProto = onnx.load_from_string(content)
-    inputs: dict[str, Any] = named_inputs(model, deployment, deployment.call)
-    with TemporaryDirectory() as name:
-        folder = Path(name)
-        (folder / "model.onnx").write_bytes(content)
-        (folder / "model.encodings").write_text(text, "utf-8")
-        np.savez(folder / "inputs.npz", **inputs)
-        with started(f"{getsource(_simulate)}\n_simulate()", folder) as process:
-            require_success(process)
-        with np.load(folder / "outputs.npz") as arrays:
-            return [[torch.from_numpy(arrays[value.name]) for value in model.graph.output]]
+
+    def outputs() -> list[list[Tensor]]:
+        """Return what aimet-onnx gives for the call."""
+        inputs: dict[str, Any] = named_inputs(model, deployment, deployment.call)
+        with TemporaryDirectory() as place:
+            folder = Path(place)
+            (folder / "model.onnx").write_bytes(content)
+            (folder / "model.encodings").write_text(text, "utf-8")
+            np.savez(folder / "inputs.npz", **inputs)
+            with started(f"{getsource(_simulate)}\n_simulate()", folder) as process:
+                require_success(process)
+            with np.load(folder / "outputs.npz") as arrays:
+                return [[torch.from_numpy(arrays[value.name]) for value in model.graph.output]]
+
+    return engine_check(engine, name, deployment, outputs)
 
 
 def _simulate() -> None:
@@ -352,7 +328,15 @@ class EncodingsExporter(Exporter[EncodedFile]):
 
         aimet-onnx runs them, too, if it is installed. It refuses nothing.
         """
-        verification = verify_encodings(written)
+        tested = written.tested
+        with _evaluated_file(written) as file:
+            verification = verified_calls(
+                tested,
+                session_outputs(open_session(file, UNOPTIMIZED), file, tested),
+                name=written.name,
+                remedy=_REMEDY,
+                subject="the network with its encodings",
+            )
         check: EngineCheck | None = None
         if isinstance(written.source, bytes):
             check = aimet_check(written.name, written.source, written.text, written.tested)

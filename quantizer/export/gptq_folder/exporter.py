@@ -195,10 +195,12 @@ class GptqExporter(CheckpointExporter[GptqFolder]):
             return solution
         layers = place_codes(graph, solution.specs).linears
 
-        def in_dtype_of_model(weight: QuantizedTensor) -> QuantizedTensor:
-            return replace(weight, scale=weight.scale.to(weight.dtype).float())
-
-        return with_scales_of_file(graph, solution, layers, in_dtype_of_model)
+        return with_scales_of_file(
+            graph,
+            solution,
+            layers,
+            lambda weight: replace(weight, scale=weight.scale.to(weight.dtype).float()),
+        )
 
     @contextmanager
     def write(self, deployment: Deployment, path: Path) -> Iterator[GptqFolder]:

@@ -183,7 +183,10 @@ class MobileEngine:
         if layer_input_spec(node.name, graph, specs) is None:
             return "its input is not quantized"
         reason = _output_reason(node, graph, specs, where)
-        return None if self._gives_floats(node) else reason
+        # A kernel may give floats for a layer with int8 inputs and weights
+        is_plain = not node.row.transposed and node.attrs.get("groups", 1) == 1
+        gives_floats = is_plain and (node.row.spatial or 0) in self.float_axes
+        return None if gives_floats else reason
 
     def _lacks_computed_filters(self, node: Node) -> bool:
         """Return whether a convolution has filters that follow from the input, and the engine
@@ -196,11 +199,6 @@ class MobileEngine:
         # convolution to ExecuTorch's own kernel
         is_in_groups = node.attrs.get("groups", 1) != 1
         return is_in_groups or not self.has_computed_filters
-
-    def _gives_floats(self, node: Node) -> bool:
-        """Return whether a kernel gives floats for a layer with int8 inputs and weights."""
-        has_kernel = not node.row.transposed and node.attrs.get("groups", 1) == 1
-        return has_kernel and (node.row.spatial or 0) in self.float_axes
 
     def with_float_outputs(self, graph: Graph, specs: TensorSpecs) -> frozenset[str]:
         """Return the layers that are multiplied in int8, and whose outputs stay in float."""

@@ -58,7 +58,9 @@ def complex_refusals(graph: Graph) -> Iterator[Refusal]:
         name = node.op
         if "." in node.target:
             name = packet(node.target)
-        if name in refused or not _is_complex(graph, node):
+        dtypes = [node.dtype, *(graph.by_name[source].dtype for source in node.refs())]
+        is_complex = any(dtype is not None and dtype.is_complex for dtype in dtypes)
+        if name in refused or not is_complex:
             continue
         if node.op == "input":
             why = "is complex, which ONNX inputs cannot be"
@@ -73,12 +75,6 @@ def complex_refusals(graph: Graph) -> Iterator[Refusal]:
             remedy = "write that part with real numbers, or use <--deploy pt2>"
         refused.add(name)
         yield Refusal(why, remedy, node.name)
-
-
-def _is_complex(graph: Graph, node: Node) -> bool:
-    """Return whether an operator reads or returns complex numbers."""
-    dtypes = [node.dtype, *(graph.by_name[name].dtype for name in node.refs())]
-    return any(dtype is not None and dtype.is_complex for dtype in dtypes)
 
 
 def complex_decompositions() -> Mapping[Any, Callable[..., Any]]:

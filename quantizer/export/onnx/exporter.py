@@ -140,11 +140,9 @@ class OnnxExporter(Exporter[_Written]):
 def _activation_codes(model: ModelProto) -> str:
     """Return the most frequent type of the codes of 8 bits that a file computes."""
     types = {tensor.name: tensor.data_type for tensor in model.graph.initializer}
-    counts: Counter[str] = Counter()
-    for node in model.graph.node:
-        if node.op_type == "QuantizeLinear" and len(node.input) > 2:
-            counts[_BYTES.get(types.get(node.input[2], 0), "")] += 1
-    del counts[""]
+    nodes = [node for node in model.graph.node if node.op_type == "QuantizeLinear"]
+    codes = [types.get(node.input[2], 0) for node in nodes if len(node.input) > 2]
+    counts = Counter(_BYTES[code] for code in codes if code in _BYTES)
     return next((name for name, _ in counts.most_common(1)), "")
 
 

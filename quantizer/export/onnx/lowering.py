@@ -292,12 +292,9 @@ class Lowering:
 
         Weights in groups do not: ONNX Runtime has kernels for them.
         """
-        if not self.conventions.decodes_ahead:
-            return False
-        node = self.network.graph.by_name[layer]
-        if not is_multiplied(node) or weights.spec.qscheme == "per_group":
-            return False
-        return self.has_float_input(layer)
+        is_product = is_multiplied(self.network.graph.by_name[layer])
+        is_decoded = self.conventions.decodes_ahead and weights.spec.qscheme != "per_group"
+        return is_product and is_decoded and self.has_float_input(layer)
 
     def marked(self, mark: ir.Node) -> tuple[Key, QuantizedTensor]:
         """Return the quantization that a mark stands for."""

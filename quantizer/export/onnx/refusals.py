@@ -187,14 +187,10 @@ def profile_remarks(conventions: Conventions, specs: TensorSpecs) -> tuple[str, 
         f"the file is for {engine}, which did not run it. ONNX Runtime did, "
         "with session.disable_quant_qdq 1, which leaves its own kernels of integers out"
     ]
-    modes: set[str] = set()
-    narrow = 0
-    for (_, role), spec in specs.items():
-        if is_parameter(role) or spec.dtype != "int":
-            continue
-        narrow += int(spec.narrow_range)
-        if spec.round_mode != "half_even":
-            modes.add(spec.round_mode)
+    activations = [spec for (_, role), spec in specs.items() if not is_parameter(role)]
+    integers = [spec for spec in activations if spec.dtype == "int"]
+    modes = {spec.round_mode for spec in integers} - {"half_even"}
+    narrow = sum(spec.narrow_range for spec in integers)
     if modes:
         remarks.append(
             "QuantizeLinear rounds half to even, and so did the test mode that the file was "

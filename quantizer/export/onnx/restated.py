@@ -164,15 +164,6 @@ def largest_pair_sum(codes: Tensor) -> int:
     return max(highest, -lowest)
 
 
-def with_signed_codes(tensor: QuantizedTensor) -> QuantizedTensor:
-    """Return the same values as int8."""
-    assert tensor.codes is not None
-    offset = 0
-    if int(tensor.codes.max()) >= _SIGN_OFFSET:
-        offset = -_SIGN_OFFSET
-    return _shifted(tensor, offset, signed=True)
-
-
 def _shifted(tensor: QuantizedTensor, offset: int, *, signed: bool) -> QuantizedTensor:
     """Return the same values with codes of 8 bits that are higher by `offset`."""
     assert tensor.codes is not None
@@ -290,7 +281,8 @@ def _for_integers(
         return replace(tensor, spec=spec)
     layer, role = key
     node = graph.by_name[layer]
-    signed = with_signed_codes(tensor)
+    offset = -_SIGN_OFFSET if int(tensor.codes.max()) >= _SIGN_OFFSET else 0
+    signed = _shifted(tensor, offset, signed=True)
     # ONNX Runtime multiplies transposed convolutions in float, and OpenVINO misreads their
     # uint8 weights beside inputs from 0 on.
     if weights == "int8" or node.row.transposed:

@@ -306,8 +306,7 @@ def session_outputs(
 
 def _outputs(session: onnxruntime.InferenceSession, feed: Feed) -> list[Tensor]:
     """Return what a session gives for a call."""
-    outputs = session.run(None, feed)
-    return [torch.from_numpy(output) for output in outputs]
+    return [torch.from_numpy(output) for output in session.run(None, feed)]
 
 
 def named_inputs(

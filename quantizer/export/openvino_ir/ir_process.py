@@ -115,7 +115,11 @@ class Engine:
                 sizing = {
                     name: attributes[name] for name in _SIZING_ATTRIBUTES if name in attributes
                 }
-                rows.append((names, kind, sizing, _shapes(node)))
+                values = (*node.input_values(), node.output(0))
+                shapes = [value.get_partial_shape() for value in values]
+                # None where a size is open
+                sizes = [None if each.is_dynamic else list(each.to_shape()) for each in shapes]
+                rows.append((names, kind, sizing, sizes))
         return rows
 
     def run(self, number: int) -> None:
@@ -174,15 +178,6 @@ def _names(node: Any, name_of: Callable[[Any], str]) -> list[str]:
         (reader,) = readers
         node = reader.get_node()
     return names
-
-
-def _shapes(node: Any) -> list[list[int] | None]:
-    """Return the shapes of the operands of an operator and of its result; None where a size is
-    open.
-    """
-    values = (*node.input_values(), node.output(0))
-    shapes = [value.get_partial_shape() for value in values]
-    return [None if shape.is_dynamic else list(shape.to_shape()) for shape in shapes]
 
 
 def keep_order_of_equals(model: Any) -> None:

@@ -75,8 +75,7 @@ def export_program(
     Raises:
         ModelError: torch.export refuses the module.
     """
-    parameters = _parameters(args, kwargs, names)
-    module.forward = _with_signature(module.forward, parameters)
+    module.forward = _with_signature(module.forward, (args, kwargs), names)
     try:
         program = _with_open_sizes(module, graph, (args, kwargs), most_samples)
     except Exception as error:
@@ -185,34 +184,27 @@ def _torch_error(what: str, error: Exception) -> ModelError:
     )
 
 
-def _parameters(
-    args: tuple[Any, ...], kwargs: dict[str, Any], names: Sequence[str]
-) -> list[Parameter]:
-    """Return the parameters of a call, by the user's names."""
-    positional = [f"args_{index}" for index in range(len(args))]
-    for index, name in enumerate(names[: len(args)]):
-        if name not in kwargs:
-            positional[index] = name
-    return [
-        *(Parameter(name, Parameter.POSITIONAL_OR_KEYWORD) for name in positional),
-        *(Parameter(name, Parameter.KEYWORD_ONLY) for name in kwargs),
-    ]
-
-
 def _with_signature(
-    forward: Callable[..., Any], parameters: Sequence[Parameter]
+    forward: Callable[..., Any], call: Call, names: Sequence[str]
 ) -> Callable[..., Any]:
-    """Return `forward` with named parameters.
+    """Return `forward` with the parameters of a call, by the user's names.
 
     torch.export cannot match open shapes with a bare **kwargs, and names inputs of the program
     by the parameters.
     """
+    args, kwargs = call
+    positional = [f"args_{index}" for index in range(len(args))]
+    for index, name in enumerate(names[: len(args)]):
+        if name not in kwargs:
+            positional[index] = name
+    parameters = [Parameter(name, Parameter.POSITIONAL_OR_KEYWORD) for name in positional]
+    parameters += [Parameter(name, Parameter.KEYWORD_ONLY) for name in kwargs]
 
-    def call(*args: Any, **kwargs: Any) -> Any:
+    def named(*args: Any, **kwargs: Any) -> Any:
         return forward(*args, **kwargs)
 
-    call.__signature__ = Signature(parameters)  # type: ignore[attr-defined]
-    return call
+    named.__signature__ = Signature(parameters)  # type: ignore[attr-defined]
+    return named
 
 
 def _proven_length(length: Length) -> Any:

@@ -87,12 +87,12 @@ def _stopped_values(operand: ir.Value) -> dict[ir.Value, ir.Node]:
         return {}
     if not is_constant(dequantize.inputs[1]):
         return {}
-    stopped: dict[ir.Value, ir.Node] = {}
-    for value in moved:
-        mover = value.producer()
-        if mover is not None and (mover.op_type in _STOPPING or mover.op_type == _JOIN):
-            stopped[value] = dequantize
-    return stopped
+    movers = {value: value.producer() for value in moved}
+    return {
+        value: dequantize
+        for value, mover in movers.items()
+        if mover is not None and mover.op_type in (*_STOPPING, _JOIN)
+    }
 
 
 def requantize(value: ir.Value, dequantize: ir.Node) -> None:

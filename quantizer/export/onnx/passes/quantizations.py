@@ -196,7 +196,11 @@ class _Replacement:
         self, builder: NodeBuilder, mark: ir.Node, source: ir.Value, tensor: QuantizedTensor
     ) -> ir.Value:
         result = mark.outputs[0]
-        in_floats = any(self._has_groups(reader) for reader in result.consumers())
+        weights = [self.product_weights.get(reader) for reader in result.consumers()]
+        # Kernels that multiply by codes in groups take floats
+        in_floats = any(
+            each is not None and each.spec.qscheme == "per_group" for each in weights
+        )
         spec = tensor.spec
         if spec.is_scaled and spec.is_dynamic:
             return quantize_dynamic(builder, spec, source, in_floats=in_floats)
@@ -232,11 +236,6 @@ class _Replacement:
         if reader.op_type not in ("Conv", "ConvTranspose"):
             return False
         return has_float_input or not _is_quantized_later(reader.outputs[0])
-
-    def _has_groups(self, node: ir.Node) -> bool:
-        """Return whether a node multiplies by codes in groups; such kernels take floats."""
-        tensor = self.product_weights.get(node)
-        return tensor is not None and tensor.spec.qscheme == "per_group"
 
 
 def _is_quantized_later(value: ir.Value) -> bool:

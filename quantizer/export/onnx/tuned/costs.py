@@ -198,25 +198,17 @@ class Costs:
 
         An activation is quantized if a block in integers writes or reads its codes.
         """
-        keys: set[Key] = set()
-        for border in self.borders:
-            is_written = border.is_fused and border.block not in floats
-            is_read = any(block not in floats for block in border.readers)
-            if not is_written and not is_read:
-                keys.add(border.key)
-        return frozenset(keys)
+        unread = [border for border in self.borders if border.readers.issubset(floats)]
+        return frozenset(
+            border.key for border in unread if not border.is_fused or border.block in floats
+        )
 
     def choices(self) -> list[frozenset[str]]:
         """Return different sets of blocks to leave in float, the most promising first.
 
         Each is the cheapest one if all borders cost some multiple of their estimates.
         """
-        choices: list[frozenset[str]] = []
-        for factor in _FACTORS:
-            choice = self._cheapest(factor)
-            if choice not in choices:
-                choices.append(choice)
-        return choices
+        return list(dict.fromkeys(map(self._cheapest, _FACTORS)))
 
     def _cheapest(self, factor: float) -> frozenset[str]:
         """Return the blocks to leave in float if all borders cost `factor` times their
