@@ -146,7 +146,7 @@ class Deployment:
         first = next(iter(batches)).to("cpu").stable()
         cpu = torch.device("cpu")
         graph = calibrated.graph.on(cpu)
-        args, kwargs = in_traced_order(graph, first.args, first.kwargs)
+        args, kwargs = in_traced_order(graph, first)
         return cls(
             graph,
             calibrated.solution,
@@ -234,7 +234,7 @@ class Deployment:
         The last one has other sizes than the first, if `--dynamic` leaves sizes open.
         """
         for batch in self.batches or [Batch(self.args, self.kwargs, None, None)]:
-            yield in_traced_order(self.graph, batch.args, batch.kwargs)
+            yield in_traced_order(self.graph, batch)
         lengths = _asked_lengths(self.graph)
         if lengths:
             leaves, structure = pytree.tree_flatten(self.call)

@@ -231,9 +231,9 @@ def _make_program(graph: Graph, batch: Batch) -> None:
     from quantizer.export.value_names import in_traced_order
 
     graph = graph.on(torch.device("cpu"))
-    batch = batch.to("cpu")
-    args, kwargs = in_traced_order(graph, batch.args, batch.kwargs)
-    float_program(Deployment(graph, Solution({}), args, kwargs))
+
+    call = in_traced_order(graph, batch.to("cpu"))
+    float_program(Deployment(graph, Solution({}), *call))
 
 
 def export_summary(target: str, path: Path, verified: Verification) -> dict[str, Any]:

@@ -11,12 +11,7 @@ from quantizer.config.document.edited import edited_text
 from quantizer.config.load import load_text
 from quantizer.config.model import QuantizationSpec
 from quantizer.errors import UsageError
-from quantizer.evaluation.analyze import (
-    Analysis,
-    WatchedData,
-    analyze_weights,
-    width_candidates,
-)
+from quantizer.evaluation.analyze import WatchedData, analyze_weights, width_candidates
 from quantizer.evaluation.width_choice import LARGEST_SIZE, Budget, sized_config
 from quantizer.export.destinations import DESTINATIONS
 from quantizer.export.limits import is_symmetric
@@ -131,7 +126,8 @@ def config_within(text: str, max_mb: float | None, run: SizedRun) -> str:
         names = ", ".join(algorithm.name for algorithm in config.algorithms)
         run.say(f"note: widths are chosen by the errors of round-to-nearest, without {names}")
     analysis = analyze_weights(plan, WIDTHS, run.data)
-    analysis = sizes.applied_to(analysis)
+    rows = [replace(row, sizes=sizes.by_layer[row.name]) for row in analysis.rows]
+    analysis = replace(analysis, rows=rows, other_bytes=sizes.floats)
     chosen = sized_config(
         config.document,
         plan,
@@ -197,11 +193,6 @@ class _FileSizes:
     def _total(self, index: int) -> int:
         """Return the size with one width for all layers."""
         return self.floats + sum(sizes[index] for sizes in self.by_layer.values())
-
-    def applied_to(self, analysis: Analysis) -> Analysis:
-        """Return an analysis with the sizes of the files."""
-        rows = [replace(row, sizes=self.by_layer[row.name]) for row in analysis.rows]
-        return replace(analysis, rows=rows, other_bytes=self.floats)
 
 
 def _float_bytes(model: nn.Module, coded: Collection[str]) -> int:

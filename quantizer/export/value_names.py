@@ -10,6 +10,7 @@ from quantizer.config.wording import counted
 from quantizer.errors import UsageError
 from quantizer.graph.ir import Call, Graph
 from quantizer.graph.output_names import output_leaves, unused_names
+from quantizer.sources.batches import Batch
 
 _Path = tuple[Any, ...]
 """Keys and indices that lead into a nested value."""
@@ -45,11 +46,11 @@ def input_names(model: nn.Module | None, graph: Graph) -> list[str]:
     return unused_names(names, ())
 
 
-def in_traced_order(graph: Graph, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Call:
-    """Return a call with the keys of its dicts in the order of the call that was traced, as
-    exports take tensors by their numbers.
+def in_traced_order(graph: Graph, batch: Batch) -> Call:
+    """Return the call of a batch with the keys of its dicts in the order of the call that was
+    traced, as exports take tensors by their numbers.
     """
-    ordered = _ordered([args, dict(kwargs)], graph.input_paths)
+    ordered = _ordered([batch.args, dict(batch.kwargs)], graph.input_paths)
     return tuple(ordered[0]), ordered[1]
 
 

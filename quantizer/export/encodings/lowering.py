@@ -15,6 +15,7 @@ from quantizer.export.onnx.builder import (
     array_of,
     make_names_unique,
     nodes_of,
+    operand,
     redirect,
     remove_node,
 )
@@ -102,9 +103,8 @@ def _parameter_encodings(mark: ir.Node, tensor: QuantizedTensor) -> _Encodings:
 
     Transposes are computed, so that operators read initializers.
     """
-    weight = mark.inputs[0]
+    weight = operand(mark)
     result = mark.outputs[0]
-    assert weight is not None
     encoding = _encoding_of_weight(tensor)
     encodings: _Encodings = {}
     for reader, index in list(result.uses()):
@@ -199,9 +199,8 @@ def _place_activation(mark: ir.Node, lowering: Lowering, activations: _Encodings
     Where others read that value as it is, an Identity gets the encoding.
     """
     (layer, role), tensor = lowering.marked(mark)
-    source = mark.inputs[0]
+    source = operand(mark)
     result = mark.outputs[0]
-    assert source is not None
     encoding = _encoding_of_activation(tensor)
     earlier = activations.get(source)
     is_free = earlier is None and not _has_other_readers(source, encoding, lowering)

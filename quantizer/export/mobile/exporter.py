@@ -140,7 +140,10 @@ class MobileExporter(Exporter[MobileFile]):
             ModelError: torch.export refuses the network.
             UsageError: the largest batch is not a number.
         """
-        graph = _with_longest(deployment.graph)
+        graph = deployment.graph
+        # Memory is planned now for the longest length of each open one: that of the trace
+        lengths = [replace(each, most=each.most or each.traced) for each in graph.lengths]
+        graph = graph.replaced(lengths=tuple(lengths))
         solution = self.as_run(graph, deployment.solution).by_rows()
         tested = fold_constants(replace(deployment, graph=graph, solution=solution))
         graph, solution = tested.graph, tested.solution
@@ -256,15 +259,6 @@ def batch_size(graph: Graph, call: Any) -> int | None:
     return samples_in(call, axes_of_graph(graph))
 
 
-def _with_longest(graph: Graph) -> Graph:
-    """Return the graph with a longest length for each open one: that of the trace.
-
-    Memory for it is planned when the file is made.
-    """
-    lengths = [replace(length, most=length.most or length.traced) for length in graph.lengths]
-    return graph.replaced(lengths=tuple(lengths))
-
-
 @torch.no_grad()
 def multiply_adds(deployment: Deployment, layers: Collection[str]) -> dict[str, int]:
     """Return how many multiply-adds each of some layers takes for the deployment's call."""
@@ -289,7 +283,11 @@ def fold_constants(deployment: Deployment) -> Deployment:
     They have the values of test mode.
     """
     graph = deployment.graph
-    fixed = _fixed_nodes(graph)
+    # The nodes whose values follow from the network's own tensors
+    fixed: set[str] = set()
+    for node in graph.nodes:
+        if node.op != "input" and fixed.issuperset(node.refs()):
+            fixed.add(node.name)
     names = _folded(graph, fixed)
     if not names:
         return deployment
@@ -339,15 +337,6 @@ def _of_nodes(solution: Solution, graph: Graph, names: set[str]) -> Solution:
 def _store(values: dict[str, Any], name: str, value: Any) -> None:
     """Keep a copy of a value by name."""
     values[name] = value.clone()
-
-
-def _fixed_nodes(graph: Graph) -> set[str]:
-    """Return the nodes whose values follow from the network's own tensors."""
-    fixed: set[str] = set()
-    for node in graph.nodes:
-        if node.op != "input" and fixed.issuperset(node.refs()):
-            fixed.add(node.name)
-    return fixed
 
 
 def _folded(graph: Graph, fixed: set[str]) -> set[str]:

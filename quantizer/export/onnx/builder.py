@@ -127,6 +127,13 @@ def remove_node(node: ir.Node) -> None:
     node.graph.remove(node, safe=True)
 
 
+def operand(node: ir.Node, index: int = 0) -> ir.Value:
+    """Return an input of a node that is not left out."""
+    value = node.inputs[index]
+    assert value is not None
+    return value
+
+
 def nodes_of(graph: ir.Graph, *op_types: str) -> list[ir.Node]:
     """Return the nodes of these types, in a list: the graph may be changed meanwhile."""
     return [node for node in graph if node.op_type in op_types]

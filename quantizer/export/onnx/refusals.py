@@ -78,20 +78,16 @@ def _untranslatable_operators(graph: Graph, opset: int) -> Iterator[Refusal]:
     key = f"untranslatable in operator set {opset}"
     refusals = graph.derived.get(key)
     if refusals is None:
-        refusals = list(_tried_alone(graph, opset))
+        refusals = []
+        for node, program in lone_programs(graph, _DOUBTFUL):
+            try:
+                translate_program(translatable(program), ([], []), opset)
+            except torch.onnx.OnnxExporterError as error:
+                reason = reason_of(error)
+                why = f"computes {node.op}, for which torch.onnx has no form: {reason}"
+                refusals.append(Refusal(why, _UNKNOWN_HELP, node.name))
         graph.derived[key] = refusals
     yield from refusals
-
-
-def _tried_alone(graph: Graph, opset: int) -> Iterator[Refusal]:
-    for node, program in lone_programs(graph, _DOUBTFUL):
-        try:
-            written_out = translatable(program)
-            translate_program(written_out, ([], []), opset)
-        except torch.onnx.OnnxExporterError as error:
-            reason = reason_of(error)
-            why = f"computes {node.op}, for which torch.onnx has no form: {reason}"
-            yield Refusal(why, _UNKNOWN_HELP, node.name)
 
 
 def tensor_refusals(

@@ -98,7 +98,7 @@ def translate_network(
     """
     marked = _MarkedNetwork(network, deployment, quantizations)
     tensors = tuple(leaf for leaf in marked.leaves if isinstance(leaf, Tensor))
-    program = translatable(export_program(marked, deployment.graph, tensors, {}))
+    program = translatable(export_program(marked, deployment.graph, (tensors, {})))
     output_names = deployment.output_names
     names = _numbered("input", len(tensors)), _numbered("output", len(output_names))
     try:

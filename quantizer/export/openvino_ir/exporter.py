@@ -9,6 +9,7 @@ import shutil
 import subprocess
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import partial
 from math import prod
@@ -40,13 +41,13 @@ from quantizer.export.deployment import Deployment
 from quantizer.export.exporter import Exporter, Refusal
 from quantizer.export.onnx.build import LARGEST_MESSAGE, BuiltOnnx, build_onnx
 from quantizer.export.onnx.executed import kernels_of_products, names_of_products
-from quantizer.export.onnx.exporter import OnnxExporter
-from quantizer.export.onnx.lowering import RECURRENT
-from quantizer.export.onnx.openvino import (
+from quantizer.export.onnx.exporter import (
     DEFAULT_SETTINGS,
     EXACT_SETTINGS,
+    OnnxExporter,
     first_layer_that_differs,
 )
+from quantizer.export.onnx.lowering import RECURRENT
 from quantizer.export.onnx.speed import speeds_in_turns
 from quantizer.export.onnx.verify import named_inputs
 from quantizer.export.performance import (
@@ -225,7 +226,13 @@ def ir_session(
         built: an ONNX model.
         deployment: whose calls are run.
     """
-    _save(built.proto, folder / "model.onnx")
+    path = folder / "model.onnx"
+    size = sum(len(tensor.raw_data) for tensor in built.proto.graph.initializer)
+    if size <= LARGEST_MESSAGE:
+        path.write_bytes(built.proto.SerializeToString())
+    else:
+        copy = deepcopy(built.proto)
+        onnx.save_model(copy, path, save_as_external_data=True, location="tensors")
     if built.floating is not None:
         (folder / "float.onnx").write_bytes(built.floating)
     settings = [dict(setting) for setting in _SETTINGS]
@@ -235,16 +242,6 @@ def ir_session(
             yield IrSession(name, folder, built, deployment, process)
         finally:
             process.kill()
-
-
-def _save(model: ModelProto, path: Path) -> None:
-    size = sum(len(tensor.raw_data) for tensor in model.graph.initializer)
-    if size <= LARGEST_MESSAGE:
-        path.write_bytes(model.SerializeToString())
-        return
-    copy = ModelProto()
-    copy.CopyFrom(model)
-    onnx.save_model(copy, path, save_as_external_data=True, location="tensors")
 
 
 _COARSER = (

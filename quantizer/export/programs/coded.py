@@ -86,7 +86,7 @@ def coded_program(
     program = export_program(
         coded,
         graph,
-        *stated.blank_call(form.most_samples),
+        stated.blank_call(form.most_samples),
         names=deployment.parameter_names,
         output_names=deployment.output_names,
         most_samples=form.most_samples,

@@ -57,8 +57,7 @@ def load_program(content: bytes) -> nn.Module:
 def export_program(
     module: nn.Module,
     graph: Graph,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
+    call: Call,
     *,
     names: Sequence[str] = (),
     output_names: Sequence[str] = (),
@@ -67,7 +66,7 @@ def export_program(
     """Return the program of a module that is called as `graph`'s model.
 
     Args:
-        args, kwargs: a call without data of the user, as the program keeps it.
+        call: without data of the user, as the program keeps it.
         names: what the model calls its first positional arguments.
         output_names: of the tensors that it returns, which its signature then has.
         most_samples: the largest batch; None if there is no limit.
@@ -75,9 +74,9 @@ def export_program(
     Raises:
         ModelError: torch.export refuses the module.
     """
-    module.forward = _with_signature(module.forward, (args, kwargs), names)
+    module.forward = _with_signature(module.forward, call, names)
     try:
-        program = _with_open_sizes(module, graph, (args, kwargs), most_samples)
+        program = _with_open_sizes(module, graph, call, most_samples)
     except Exception as error:
         raise _torch_error(f"{graph.model} cannot be exported by torch", error) from error
     for node in program.graph.nodes:
@@ -96,7 +95,7 @@ def float_program(deployment: Deployment) -> ExportedProgram:
     return export_program(
         network,
         graph,
-        *deployment.blank_call(),
+        deployment.blank_call(),
         names=deployment.parameter_names,
         output_names=deployment.output_names,
     )

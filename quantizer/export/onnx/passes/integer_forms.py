@@ -34,6 +34,7 @@ from quantizer.export.onnx.builder import (
     is_constant,
     is_quantized,
     nodes_of,
+    operand,
     producer_of,
     remove_node,
     replace_node,
@@ -74,8 +75,7 @@ def quantize_gates(model: ir.Model, lowering: Lowering) -> None:
 
 def _gate(builder: NodeBuilder, node: ir.Node) -> ir.Value | None:
     """Return the dequantized gate of a HardSwish or of a Mul; None if it has none."""
-    x = node.inputs[0]
-    assert x is not None
+    x = operand(node)
     if node.op_type == "HardSwish":
         return _hard_sigmoid(builder, x, alpha=1 / 6, beta=0.5)
     value = node.inputs[1]

@@ -30,6 +30,7 @@ from quantizer.export.onnx.builder import (
     is_constant,
     is_quantized,
     nodes_of,
+    operand,
     producer_of,
     redirect,
     remove_node,
@@ -67,21 +68,21 @@ def requantize_moves(model: ir.Model, lowering: Lowering) -> None:
     """Quantize moved values again before products."""
     dequantized_by: dict[ir.Value, ir.Node] = {}
     for node in nodes_of(model.graph, *MULTIPLYING):
-        for operand in node.inputs[:2]:
-            if operand is not None:
-                dequantized_by |= _stopped_values(operand)
+        for factor in node.inputs[:2]:
+            if factor is not None:
+                dequantized_by |= _stopped_values(factor)
     for node in list(model.graph):
         for value in node.outputs:
             if value in dequantized_by:
                 requantize(value, dequantized_by[value])
 
 
-def _stopped_values(operand: ir.Value) -> dict[ir.Value, ir.Node]:
+def _stopped_values(factor: ir.Value) -> dict[ir.Value, ir.Node]:
     """Return the moved values before a product that need a quantization again.
 
     Each is given with the DequantizeLinear that it comes from.
     """
-    *moved, origin = origins(operand)
+    *moved, origin = origins(factor)
     dequantize = producer_of(origin, "DequantizeLinear")
     if dequantize is None or is_constant(dequantize.inputs[0]):
         return {}
@@ -113,8 +114,7 @@ def origins(value: ir.Value) -> Iterator[ir.Value]:
     yield value
     node = value.producer()
     while node is not None and (only_moves(node) or _joins_one_scale(node)):
-        source = node.inputs[0]
-        assert source is not None
+        source = operand(node)
         yield source
         node = source.producer()
 
@@ -173,8 +173,7 @@ def _quantize_before(quantize: ir.Node) -> None:
         operator = _wrapped_before(value, quantize)
         if operator is None:
             return
-        source = operator.inputs[0]
-        assert source is not None
+        source = operand(operator)
         builder = NodeBuilder(f"{source.name}.between", operator)
         operator.replace_input_with(0, builder.requantized(source, *qparams))
         value = source
@@ -208,8 +207,7 @@ def _is_cut_apart(operator: ir.Node, quantize: ir.Node) -> bool:
 
     The DPU, whose codes are signed, runs ReLU with the convolution before it.
     """
-    zero_point = quantize.inputs[2]
-    assert zero_point is not None
+    zero_point = operand(quantize, 2)
     return operator.op_type in _CUTTING and zero_point.dtype not in _SIGNED
 
 
@@ -361,9 +359,8 @@ def pad_channels(model: ir.Model, lowering: Lowering) -> None:
         x, weights = node.inputs[:2]
         of_x = producer_of(x, "DequantizeLinear")
         of_weights = producer_of(weights, "DequantizeLinear")
-        if of_x is None or of_weights is None:
-            continue
-        _pad_operands(node, of_x, of_weights)
+        if of_x is not None and of_weights is not None:
+            _pad_operands(node, of_x, of_weights)
 
 
 def _pad_operands(conv: ir.Node, of_x: ir.Node, of_weights: ir.Node) -> None:
@@ -380,8 +377,7 @@ def _pad_operands(conv: ir.Node, of_x: ir.Node, of_weights: ir.Node) -> None:
         return
     if codes.dtype != "int8" or zero_points.any():
         return
-    groups = conv.attributes.get_int("group", 1)
-    missing = missing_channels(codes.shape, groups)
+    missing = missing_channels(codes.shape, conv.attributes.get_int("group", 1))
     if not missing:
         return
     builder = NodeBuilder(f"{conv.name}.channels", conv)

@@ -16,7 +16,13 @@ from quantizer.export.onnx.activations import (
     scale_rows,
     takes_bounds,
 )
-from quantizer.export.onnx.builder import NodeBuilder, array_of, remove_node, replace_node
+from quantizer.export.onnx.builder import (
+    NodeBuilder,
+    array_of,
+    operand,
+    remove_node,
+    replace_node,
+)
 from quantizer.export.onnx.lowering import MULTIPLYING, Lowering, is_mark, marks_of
 from quantizer.export.onnx.passes.moves import MOVE_OPERATORS
 from quantizer.export.onnx.passes.products import TRANSPOSED_KEY
@@ -50,8 +56,7 @@ def _remove_left_out(graph: ir.Graph, lowering: Lowering) -> None:
         key, _ = lowering.marked(mark)
         if key not in lowering.left_out:
             continue
-        source = mark.inputs[0]
-        assert source is not None
+        source = operand(mark)
         result = mark.outputs[0]
         if result.is_graph_output():
             # Its name must stay, and the source may be an input
@@ -88,8 +93,7 @@ class _Replacement:
             if TRANSPOSED_KEY not in result.meta or not self._is_packed(tensor, result):
                 replace_node(mark, self._weight(builder, mark, (layer, role), tensor))
             return
-        source = mark.inputs[0]
-        assert source is not None
+        source = operand(mark)
         if mark in self.row_marks:
             rows = quantize_row_codes(builder, tensor.spec, source)
             self.rows[rows.codes] = rows
@@ -214,8 +218,7 @@ class _Replacement:
             bounds = UNBOUNDED
         x = source
         if producer is not None and bounds != UNBOUNDED:
-            unclipped = producer.inputs[0]
-            assert unclipped is not None
+            unclipped = operand(producer)
             x = unclipped
         return quantize_activation(
             builder,
