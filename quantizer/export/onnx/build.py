@@ -204,7 +204,7 @@ def operator_set(specs: TensorSpecs, conventions: Conventions = EXACT) -> int:
         for (_, role), spec in specs.items()
         if spec.dtype == "int"
     ]
-    return max(DEFAULT_OPSET, *opsets)
+    return max([DEFAULT_OPSET, *opsets])
 
 
 def _first_opset(role: str, spec: QuantizationSpec, conventions: Conventions) -> int:
