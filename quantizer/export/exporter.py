@@ -1,5 +1,5 @@
-"""The interface of a target of `--deploy`, and the place of what it writes, which takes the
-place of an earlier export when it is verified. Imports no torch.
+"""The interface of a target of `--deploy`, and the new files that take the place of an earlier
+export when they are verified. Imports no torch.
 """
 
 from __future__ import annotations
