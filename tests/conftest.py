@@ -230,9 +230,9 @@ def _no_other_engines(request: pytest.FixtureRequest, monkeypatch: pytest.Monkey
     asks = "other_engines" in request.fixturenames or "real" in request.keywords
     if asks or "onnxruntime" not in sys.modules:
         return
-    from quantizer.export.onnx import openvino as onnx_openvino
+    from quantizer.export.onnx import exporter as onnx_exporter
 
-    monkeypatch.setattr(onnx_openvino, "installed_openvino", lambda: None)
+    monkeypatch.setattr(onnx_exporter, "installed_openvino", lambda: None)
 
 
 @pytest.fixture

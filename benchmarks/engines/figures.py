@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from engines.results import Row
 from engines.table import Engine
 from quantizer.export.exporting import size_on_disk
-from quantizer.export.speed import Speed
+from quantizer.export.performance import Speed
 from quantizer.export.targets import EXPORTERS
 
 CONSUMERS = Path(__file__).with_name("consumers")

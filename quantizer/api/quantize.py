@@ -38,7 +38,9 @@ from quantizer.export.destinations import (
     in_words_of_run,
     preset_for,
 )
-from quantizer.export.exporting import (
+from quantizer.export.exporting import export_summary
+from quantizer.export.refusals import (
+    layers_to_leave,
     planned_refusals,
     refuse,
     require_extras,
@@ -46,10 +48,8 @@ from quantizer.export.exporting import (
     require_operators,
 )
 from quantizer.export.sized_widths import SizedRun, config_within, require_sized
-from quantizer.export.summary import export_summary
 from quantizer.export.targets import EXPORTERS, FOLDER, checked_choices, checked_target
 from quantizer.export.value_names import require_fitting_names
-from quantizer.export.without_codes import layers_to_leave
 from quantizer.graph.ir import Graph
 from quantizer.graph.modules import Untraced, untraced_part
 from quantizer.nn.layer import check_float

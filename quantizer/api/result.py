@@ -22,15 +22,10 @@ from quantizer.errors import DataError, UsageError
 from quantizer.evaluation.scores import score
 from quantizer.export.agreement import Verification
 from quantizer.export.deployment import Deployment
-from quantizer.export.exporting import (
-    chosen_layers,
-    export,
-    exporter_of,
-    require_expressible,
-    require_extras,
-)
+from quantizer.export.exporter import exporter_of, require_place
+from quantizer.export.exporting import chosen_layers, export
 from quantizer.export.layer_choice import LayerChoice
-from quantizer.export.publishing import require_place
+from quantizer.export.refusals import require_expressible, require_extras
 from quantizer.export.targets import (
     CHECKED_TARGETS,
     EXPORTERS,

@@ -155,8 +155,7 @@ def report_place(
             owned.require_folder(FOLDER)
             name = f"{opened.header['model']}{EXPORTERS[target].suffix}"
             # Only --deploy needs them
-            from quantizer.export.exporting import exporter_of
-            from quantizer.export.publishing import require_place
+            from quantizer.export.exporter import exporter_of, require_place
 
             require_place(exporter_of(target), place / FOLDER / name)
         noted = stack.enter_context(log_run(place, options, ranks.world_size))

@@ -1,18 +1,25 @@
-"""Decides whether a file computes what test mode does, and refuses one that does not."""
+"""Decides whether a file computes what test mode does, and refuses one that does not.
 
+Other engines run it as programs of their own. What they find refuses nothing: some files crash
+an engine, and some engines bring other versions of packages.
+"""
+
+import logging
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import subprocess
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from quantizer.comparison.output_comparison import Recorder
-from quantizer.errors import VerificationError
-from quantizer.export.agreement import Agreement, Verification
-from quantizer.export.deployment import Deployment, tensor_leaves
-from quantizer.export.float32 import to_float32
+from quantizer.errors import VerificationError, first_line, or_without
+from quantizer.export.agreement import Agreement, EngineCheck, Verification
+from quantizer.export.deployment import Deployment, tensor_leaves, to_float32
 from quantizer.export.part_agreement import WITHIN, PartAgreement
 from quantizer.graph.ir import Call
 from quantizer.nn.network import Network
@@ -24,14 +31,14 @@ MARGIN_DB = 3.0
 SUFFICIENT_DB = 40.0
 # Relative to the largest value. A smaller difference is none where test mode gives only zeros.
 _NEGLIGIBLE = 1e-6
-Outputs = Callable[[tuple[Any, ...], Mapping[str, Any]], list[Tensor]]
+Outputs = Callable[[Call], list[Tensor]]
 """Returns what a file gives for one call: the tensors, in order."""
 
 
 @torch.no_grad()
 def compared_calls(
     deployment: Deployment,
-    runs: Callable[[tuple[Any, ...], Mapping[str, Any]], Sequence[list[Tensor]]],
+    runs: Callable[[Call], Sequence[list[Tensor]]],
     calls: Iterable[Call] | None = None,
     network: Network | None = None,
 ) -> list[Verification]:
@@ -47,10 +54,10 @@ def compared_calls(
     """
     agreements: list[Agreement] = []
     network = network or deployment.reference
-    for args, kwargs in deployment.calls() if calls is None else calls:
+    for call in deployment.calls() if calls is None else calls:
         recorder = Recorder(deployment.outputs)
-        expected = to_float32(tensor_leaves(network.observe(args, kwargs, recorder.watchers)))
-        for index, actual in enumerate(runs(args, kwargs)):
+        expected = to_float32(tensor_leaves(network.observe(*call, recorder.watchers)))
+        for index, actual in enumerate(runs(call)):
             _require_shapes(deployment, expected, actual)
             if index == len(agreements):
                 steps = deployment.part_steps
@@ -72,20 +79,40 @@ def _require_shapes(
 
 
 def verified_calls(
-    deployment: Deployment, outputs: Outputs, *, name: str, remedy: str
+    deployment: Deployment, outputs: Outputs, *, name: str, remedy: str, subject: str = "it"
 ) -> Verification:
     """Compare what a file gives with test mode's outputs over all calls.
 
     Args:
         name: of the file.
         remedy: what to do if it is refused.
+        subject: of the sentence on a file that is refused.
 
     Raises:
         VerificationError: the outputs differ.
     """
-    (verification,) = compared_calls(deployment, lambda *call: [outputs(*call)])
-    refusal = f"{name} is not written: it"
+    (verification,) = compared_calls(deployment, lambda call: [outputs(call)])
+    refusal = f"{name} is not written: {subject}"
     return accept_file(verification, deployment, outputs, refusal=refusal, remedy=remedy)
+
+
+@contextmanager
+def failures_named(engine: str, name: str, remedy: str) -> Iterator[None]:
+    """Raise what an engine raises as `VerificationError`; its exceptions have no common class.
+
+    Args:
+        engine: the engine.
+        name: of the file that it runs.
+        remedy: what to do.
+    """
+    try:
+        yield
+    except VerificationError:
+        raise
+    except Exception as error:
+        raise VerificationError(
+            f"{name} is not written: {engine} cannot run it: {first_line(error)}", help=remedy
+        ) from error
 
 
 def accept_file(
@@ -119,10 +146,11 @@ def accept_file(
 
 def worst_of(verification: Verification, deployment: Deployment) -> PartAgreement | None:
     """Return the part that differs most from test mode; None if all parts agree."""
-    differing: list[PartAgreement] = []
-    for part in verification.parts:
-        if not _part_agrees(part, deployment.loss_of(part.name), verification):
-            differing.append(part)
+    differing = [
+        part
+        for part in verification.parts
+        if not _part_agrees(part, deployment.loss_of(part.name), verification)
+    ]
     return min(differing, key=lambda part: part.sqnr_db or -math.inf, default=None)
 
 
@@ -142,8 +170,10 @@ def _part_agrees(part: PartAgreement, sqnr_db: float, verification: Verification
     if part.collapses:
         return False
     if part.sqnr_db is None:
-        is_negligible = part.largest <= _NEGLIGIBLE * _largest(verification)
-        return part.equal_share >= WITHIN or is_negligible
+        extents = [other.expected for other in verification.parts if other.is_float]
+        ends = [max(abs(extent.low), abs(extent.high)) for extent in extents]
+        largest = max(filter(math.isfinite, ends), default=0.0)
+        return part.equal_share >= WITHIN or part.largest <= _NEGLIGIBLE * largest
     nearest = part.sqnr_db
     if part.float_sqnr_db is not None:
         nearest = max(nearest, part.float_sqnr_db)
@@ -154,16 +184,6 @@ def least_db(sqnr_db: float) -> float:
     """Return the least SQNR, against test mode or the float network, of another rounding that
     costs no more."""
     return min(SUFFICIENT_DB, sqnr_db - MARGIN_DB)
-
-
-def _largest(verification: Verification) -> float:
-    """Return the largest magnitude in test mode."""
-    largest = 0.0
-    for part in verification.parts:
-        end = max(abs(part.expected.low), abs(part.expected.high))
-        if part.is_float and math.isfinite(end):
-            largest = max(largest, end)
-    return largest
 
 
 def _part_text(part: PartAgreement) -> str:
@@ -189,12 +209,111 @@ def with_float_figures(
     if deployment.float_graph is None or worst_of(verification, deployment) is None:
         return verification
     network = Network(deployment.float_graph.in_memory())
-    compared = compared_calls(deployment, lambda *call: [outputs(*call)], calls, network)
+    compared = compared_calls(deployment, lambda call: [outputs(call)], calls, network)
     if not compared or not compared[0].parts:
         return verification
     (figures,) = compared
     floats = {part.name: part.sqnr_db for part in figures.parts}
-    parts: list[PartAgreement] = []
-    for part in verification.parts:
-        parts.append(replace(part, float_sqnr_db=floats.get(part.name)))
-    return replace(verification, parts=tuple(parts), float_sqnr_db=figures.sqnr_db)
+    parts = tuple(
+        replace(part, float_sqnr_db=floats.get(part.name)) for part in verification.parts
+    )
+    return replace(verification, parts=parts, float_sqnr_db=figures.sqnr_db)
+
+
+logger = logging.getLogger(__name__)
+_MAX_SECONDS = 600
+
+
+def engine_check(
+    engine: str,
+    name: str,
+    deployment: Deployment,
+    run: Callable[[], Sequence[list[Tensor]]],
+    first_layer: Callable[[], str] | None = None,
+) -> EngineCheck:
+    """Return how another engine reads a file on the deployment's call.
+
+    A warning is logged if it computes something else than test mode.
+
+    Args:
+        engine: its name with its version.
+        name: of the file.
+        deployment: what the outputs are compared with.
+        run: returns the outputs in float32 and, if there are any, in default settings.
+        first_layer: finds the first layer that differs.
+    """
+    calls = [deployment.call]
+    try:
+        results = run()
+        verifications = compared_calls(deployment, lambda _: results, calls)
+        for index, outputs in enumerate(results):
+            verifications[index] = with_float_figures(
+                verifications[index], _giving(outputs), deployment, calls
+            )
+        agreeing = [worst_of(found, deployment) is None for found in verifications]
+        figures, *defaults = verifications
+        layer = ""
+        if first_layer is not None and not agreeing[0]:
+            layer = or_without("the first layer that differs", first_layer, "")
+        check = EngineCheck(
+            engine,
+            all(agreeing),
+            figures,
+            layer=layer,
+            defaults=next(iter(defaults), None),
+            reads=agreeing[0],
+        )
+    except VerificationError as error:
+        check = EngineCheck(engine, agrees=False, failure=error.message)
+    if not check.agrees:
+        logger.warning("%s: %s", name, check.line)
+    return check
+
+
+def _giving(tensors: list[Tensor]) -> Outputs:
+    return lambda call: tensors
+
+
+def started(program: str, folder: Path) -> subprocess.Popen[str]:
+    """Start a program of another engine in a folder, with pipes for its input and outputs.
+
+    Args:
+        program: its text, so that no module beside its file stands for one that it imports.
+        folder: that it works in.
+    """
+    return subprocess.Popen(
+        [sys.executable, "-c", program],
+        cwd=folder,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        errors="replace",
+    )
+
+
+def require_success(process: subprocess.Popen[str]) -> None:
+    """Wait for the end of a program.
+
+    Raises:
+        VerificationError: it fails.
+    """
+    try:
+        _, errors = process.communicate(timeout=_MAX_SECONDS)
+    except subprocess.TimeoutExpired as error:
+        process.kill()
+        raise VerificationError(f"it does not end within {_MAX_SECONDS} s") from error
+    if process.returncode:
+        raise VerificationError(failure_of(process.returncode, errors))
+
+
+def failure_of(code: int, errors: str) -> str:
+    """Return why a program has ended, for its exit code and what it wrote.
+
+    >>> failure_of(-6, ""), failure_of(1, "Traceback:\\nValueError: no such operator\\n")
+    ('it crashes with signal 6', 'ValueError: no such operator')
+    """
+    if code < 0:
+        return f"it crashes with signal {-code}"
+    last_line = errors.strip().rpartition("\n")[2].strip()
+    return last_line or "it fails without a message"

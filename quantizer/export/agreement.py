@@ -14,9 +14,8 @@ from quantizer.comparison.noise import Noise
 from quantizer.comparison.output_comparison import OutputComparison, Recorder
 from quantizer.config.wording import counted
 from quantizer.evaluation.exact import LayerCodes
-from quantizer.export.kernels import Kernels
 from quantizer.export.part_agreement import WITHIN, PartAgreement
-from quantizer.export.speed import Speed
+from quantizer.export.performance import Kernels, Speed
 from quantizer.graph.channels.output_parts import Output
 
 _SHOWN_LINES = 1
@@ -107,7 +106,10 @@ class Verification:
         if self.engines:
             content["engines"] = [check.to_json() for check in self.engines]
         if self.layers:
-            content["layers"] = [_without_none(vars(row)) for row in self.layers]
+            content["layers"] = [
+                {name: value for name, value in vars(row).items() if value is not None}
+                for row in self.layers
+            ]
             first = self.first_differing
             content["first_differing"] = first and first.layer
         return content
@@ -143,10 +145,8 @@ class Verification:
     @property
     def first_differing(self) -> LayerCodes | None:
         """Return the first layer, in order of execution, that differs by more than rounding."""
-        for row in self.layers:
-            if row.equal < WITHIN or row.most_steps > 1:
-                return row
-        return None
+        differing = (row for row in self.layers if row.equal < WITHIN or row.most_steps > 1)
+        return next(differing, None)
 
     @property
     def summary_lines(self) -> list[str]:
@@ -187,10 +187,6 @@ class Verification:
         if self.float_sqnr_db is not None:
             phrases.append(f"{self.float_sqnr_db:.1f} dB from the float network")
         return ", ".join(phrases)
-
-
-def _without_none(content: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in content.items() if value is not None}
 
 
 @dataclass(frozen=True)
@@ -275,19 +271,14 @@ class Agreement:
         self._agreeing_rows = 0
         self._comparison = OutputComparison(outputs)
 
-    def recorder(self) -> Recorder:
-        """Return a recorder for the expected network. With its record, the parts of tensors are
-        distinguished.
-        """
-        return Recorder(self.outputs)
-
     def add(
         self,
         expected: Sequence[Tensor],
         actual: Sequence[Tensor],
         recorder: Recorder | None = None,
     ) -> None:
-        """Add one batch: pairs of an expected and an actual tensor.
+        """Add one batch: pairs of an expected and an actual tensor. With the record of a
+        recorder in the expected network, the parts of tensors are distinguished.
 
         NaN and infinity equal themselves. Complex numbers are pairs of reals.
 

@@ -52,33 +52,32 @@ class Origin:
     metrics: Mapping[str, float] = field(default_factory=dict)
     sizes: Mapping[str, str] = field(default_factory=dict)
 
+    def _content(self) -> dict[str, Any]:
+        """Return what is known, by name."""
+        content: dict[str, Any] = {"producer": "quantizer", "version": quantizer.__version__}
+        metrics = {
+            # More digits may depend on the number of threads
+            name: float(f"{value:.6g}")
+            for name, value in self.metrics.items()
+            if math.isfinite(value)
+        }
+        parts = {"config": self.config, "metrics": metrics, "sizes": self.sizes}
+        return content | {name: part for name, part in parts.items() if part}
+
     def texts(self) -> dict[str, str]:
         """Return the texts to store by name; config and metrics are JSON on one line.
 
         >>> Origin({"exclude": []}, {"top1": 0.99803921}).texts()["metrics"]
         '{"top1":0.998039}'
         """
-        texts = {"producer": "quantizer", "version": quantizer.__version__}
-        if self.config:
-            texts["config"] = _compact(self.config)
-        metrics: dict[str, float] = {}
-        for name, value in self.metrics.items():
-            if math.isfinite(value):
-                # More digits may depend on the number of threads
-                metrics[name] = float(f"{value:.6g}")
-        if metrics:
-            texts["metrics"] = _compact(metrics)
-        if self.sizes:
-            texts["sizes"] = _compact(self.sizes)
-        return texts
+        return {
+            name: part if isinstance(part, str) else _compact(part)
+            for name, part in self._content().items()
+        }
 
     def text(self) -> str:
         """Return the same as one JSON object."""
-        content: dict[str, object] = {}
-        for name, text in self.texts().items():
-            is_json = name in ("config", "metrics", "sizes")
-            content[name] = json.loads(text) if is_json else text
-        return _compact(content)
+        return _compact(self._content())
 
 
 def _compact(content: Mapping[str, object]) -> str:
@@ -147,7 +146,7 @@ class Deployment:
         first = next(iter(batches)).to("cpu").stable()
         cpu = torch.device("cpu")
         graph = calibrated.graph.on(cpu)
-        args, kwargs = in_traced_order(graph, first.args, first.kwargs)
+        args, kwargs = in_traced_order(graph, first)
         return cls(
             graph,
             calibrated.solution,
@@ -224,16 +223,21 @@ class Deployment:
         """Return what the user's model calls its positional arguments, as far as it says so."""
         return arguments_of(self.model).names
 
-    def calls(self) -> Iterator[tuple[tuple[Any, ...], Mapping[str, Any]]]:
+    @property
+    def call(self) -> Call:
+        """Return the call of the model."""
+        return self.args, dict(self.kwargs)
+
+    def calls(self) -> Iterator[Call]:
         """Yield positional and keyword arguments of each call to verify with.
 
         The last one has other sizes than the first, if `--dynamic` leaves sizes open.
         """
         for batch in self.batches or [Batch(self.args, self.kwargs, None, None)]:
-            yield in_traced_order(self.graph, batch.args, batch.kwargs)
+            yield in_traced_order(self.graph, batch)
         lengths = _asked_lengths(self.graph)
         if lengths:
-            leaves, structure = pytree.tree_flatten((self.args, dict(self.kwargs)))
+            leaves, structure = pytree.tree_flatten(self.call)
             for length in lengths:
                 for index, axis in length.axes:
                     leaves[index] = _of_other_size(leaves[index], axis, length)
@@ -307,7 +311,7 @@ class Deployment:
                 sizes = shapes[index]
                 assert sizes is not None
                 sizes[axis] = length.traced
-        call = call_with_shapes(self.args, self.kwargs, shapes)
+        call = call_with_shapes(*self.call, shapes)
         # The call has the inputs of the graph.
         assert call is not None
         return call
@@ -348,3 +352,53 @@ def _open_sizes(graph: Graph) -> dict[str, str]:
 def tensor_leaves(output: Any) -> list[Tensor]:
     """Return the tensors in a nested output; constants are not part of a file."""
     return [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor)]
+
+
+HALF = (torch.float16, torch.bfloat16)
+
+
+def in_float32(deployment: Deployment) -> Deployment:
+    """Return the deployment with float32 for float16 and bfloat16.
+
+    That concerns parameters, the call and casts. Codes and scales stay, and so do the batches
+    to verify with. As neither values nor sums are rounded to half precision, outputs are nearer
+    to exact arithmetic than test mode's.
+    """
+    graph = deployment.graph
+    if not any(node.dtype in HALF for node in graph.nodes):
+        return deployment
+    args, kwargs = to_float32(deployment.call)
+    nodes = tuple(
+        replace(node, attrs=to_float32(dict(node.attrs)), dtype=_widened_leaf(node.dtype))
+        for node in graph.nodes
+    )
+    graph = graph.replaced(nodes=nodes, tensors=to_float32(dict(graph.tensors)))
+    solution = deployment.encoded
+    tensors = {
+        key: replace(tensor, dtype=_widened_leaf(tensor.dtype))
+        for key, tensor in solution.tensors.items()
+    }
+    solution = replace(
+        solution,
+        tensors=tensors,
+        weights=to_float32(_as_dicts(solution.weights)),
+        rescaled=to_float32(_as_dicts(solution.rescaled)),
+        corrections=to_float32(dict(solution.corrections)),
+    )
+    return replace(deployment, graph=graph, solution=solution, args=args, kwargs=kwargs)
+
+
+def to_float32(value: Any) -> Any:
+    """Return a nested value with float32 for tensors and dtypes of half precision."""
+    return pytree.tree_map(_widened_leaf, value)
+
+
+def _widened_leaf(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.float() if value.dtype in HALF else value
+    return torch.float32 if value in HALF else value
+
+
+def _as_dicts(by_layer: Mapping[str, Mapping[str, Tensor]]) -> dict[str, dict[str, Tensor]]:
+    """Return dicts, which pytree maps over."""
+    return {layer: dict(tensors) for layer, tensors in by_layer.items()}

@@ -29,9 +29,8 @@ def default_destination(model: Any) -> str:
         UsageError: none is there for such a model.
     """
     can_generate = getattr(model, "can_generate", None)
-    kind = _NETWORK
-    if callable(can_generate) and can_generate():
-        kind = _LANGUAGE_MODEL
+    is_language_model = callable(can_generate) and can_generate()
+    kind = _LANGUAGE_MODEL if is_language_model else _NETWORK
     name = _destination_for(kind)
     if not name:
         raise UsageError(
@@ -43,18 +42,14 @@ def default_destination(model: Any) -> str:
 
 def _destination_for(kind: str) -> str:
     """Return the destination of such models if the user names none; empty if there is none."""
-    for name, destination in DESTINATIONS.items():
-        if destination.stands_for == kind:
-            return name
-    return ""
+    names = (name for name, row in DESTINATIONS.items() if row.stands_for == kind)
+    return next(names, "")
 
 
 def about_destinations() -> str:
     """Return what plug-ins say about their destinations, and which ones are the defaults."""
-    text = ""
-    for plugin in plugins():
-        if plugin.about_destinations:
-            text += f" {plugin.about_destinations}"
+    sentences = [plugin.about_destinations for plugin in plugins()]
+    text = "".join(f" {sentence}" for sentence in sentences if sentence)
     for_texts, for_others = _destination_for(_LANGUAGE_MODEL), _destination_for(_NETWORK)
     if for_texts and for_others:
         text += f"  [default: {for_texts} for language models, else {for_others}]"

@@ -1,16 +1,28 @@
-"""The interface of a target of `--deploy`. Imports no torch."""
+"""The interface of a target of `--deploy`, and the new files that take the place of an earlier
+export when they are verified. Imports no torch.
+"""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar, cast
 
-from quantizer.export.targets import CHOICES
+from quantizer.export.targets import CHOICES, EXPORTERS
 from quantizer.option_words import Sentence
-from quantizer.storage.replacing import remove_file, remove_folder
+from quantizer.plugins import loaded
+from quantizer.storage.files import cannot_write
+from quantizer.storage.permission import replacing
+from quantizer.storage.replacing import (
+    remove_file,
+    remove_folder,
+    replaced_files,
+    replaced_folder,
+    require_replaceable_folder,
+    require_writable,
+)
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -23,6 +35,7 @@ if TYPE_CHECKING:
     from quantizer.export.layer_choice import LayerChoice
     from quantizer.graph.ir import Graph
     from quantizer.plan.model import TensorSpecs
+
 
 Written = TypeVar("Written")
 """What `Exporter.write` hands to `Exporter.verify`."""
@@ -165,3 +178,59 @@ class Exporter(ABC, Generic[Written]):
             return
         for file in self.files(path):
             remove_file(file)
+
+
+def require_place(exporter: Exporter[Any], path: Path) -> None:
+    """Check before work begins that what an exporter writes to a path replaces no file of the
+    user's.
+
+    Raises:
+        UsageError: naming the file.
+        ResultError: what is there cannot be read.
+    """
+    try:
+        if exporter.writes_folder:
+            require_replaceable_folder(path)
+            return
+        for file in exporter.files(path):
+            require_writable(file)
+    except OSError as error:
+        raise cannot_write(path, error) from error
+
+
+@contextmanager
+def new_files(exporter: Exporter[Any], path: Path, model: nn.Module | None) -> Iterator[Path]:
+    """Yield where an exporter writes. What it has written replaces the earlier export at `path`
+    at the end of the `with` block.
+
+    Args:
+        exporter: of the target.
+        path: of its file or folder.
+        model: the float model, whose own folder is never replaced.
+
+    Raises:
+        UsageError: what is at `path` is not an earlier export.
+        ResultError: it cannot be written.
+    """
+    # It needs torch
+    from quantizer.export.hugging_face_folder import source_folder
+
+    replaced = replaced_files(path, exporter.files(path))
+    if exporter.writes_folder:
+        replaced = replaced_folder(path)
+    source = None if model is None else source_folder(model)
+    inputs = [] if source is None else [source]
+    try:
+        with replacing(inputs=inputs), replaced as new_path:
+            yield new_path
+    except OSError as error:
+        raise cannot_write(path, error) from error
+
+
+def exporter_of(target: str, choices: Mapping[str, str] | None = None) -> Exporter[Any]:
+    """Return the exporter of a target; its module, which needs torch, is imported now.
+
+    Args:
+        choices: values of the target's options, by name.
+    """
+    return cast(Exporter[Any], loaded(EXPORTERS[target].exporter)(choices))

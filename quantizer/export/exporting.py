@@ -1,22 +1,19 @@
-"""Checks what a target can hold, and writes its files. Imports no torch by itself."""
+"""Writes the files of a target, verifies them, and returns what the report says of them.
+Imports no torch by itself.
+"""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
-from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, cast
 
 from quantizer.calibration.events import NO_FOLLOWER, Events, RunStage
-from quantizer.config.model import Settings
-from quantizer.config.wording import first_names
-from quantizer.declarations import CheckedTarget
-from quantizer.errors import ModelError, UsageError, VerificationError, pip_line
-from quantizer.export.exporter import Exporter, Refusal
-from quantizer.export.library_failures import refused_by_libraries
-from quantizer.export.targets import CHECKED_TARGETS, EXPORTERS, checked_target, offered
-from quantizer.option_words import marked_text
+from quantizer.errors import ModelError, UsageError, VerificationError
+from quantizer.export.exporter import exporter_of, new_files
+from quantizer.export.refusals import refused_by_libraries, require_expressible
+from quantizer.export.targets import CHECKED_TARGETS, EXPORTERS, checked_target
 from quantizer.plugins import loaded
 from quantizer.storage.folder_list import LIST_FILE
 
@@ -26,34 +23,14 @@ if TYPE_CHECKING:
     from torch import nn
 
     from quantizer.calibration.solution import Solution
-    from quantizer.config.algorithms import Algorithm
-    from quantizer.declarations import CheckedTarget
     from quantizer.export.agreement import Verification
     from quantizer.export.deployment import Deployment
     from quantizer.export.layer_choice import LayerChoice
     from quantizer.graph.ir import Graph
-    from quantizer.plan.model import Plan, TensorSpecs
     from quantizer.results.calibrated import Calibrated
     from quantizer.sources.batches import Batch
 
 _logger = logging.getLogger(__name__)
-_LEAVE_OUT = f"leave the algorithm or the module out, or use {offered('weights')}"
-_IS_RANDOM = "draws random numbers, so no run of a file can be compared with test mode"
-_FIX_NUMBERS = (
-    "make these numbers an input of forward(), or leave them out in evaluation mode; "
-    f"{offered('weights')} holds the weights without the operators"
-)
-_MAY_BE_NEGATIVE = "may have negative scales, which readers of this file do not expect"
-_USE_HALF_RANGE = 'set its symmetric_scale to "half_range"'
-
-
-def exporter_of(target: str, choices: Mapping[str, str] | None = None) -> Exporter[Any]:
-    """Return the exporter of a target; its module, which needs torch, is imported now.
-
-    Args:
-        choices: values of the target's options, by name.
-    """
-    return cast(Exporter[Any], loaded(EXPORTERS[target].exporter)(choices))
 
 
 def export_modules(model: nn.Module, folder: Path, batches: Iterable[Batch]) -> Verification:
@@ -75,152 +52,6 @@ def export_modules(model: nn.Module, folder: Path, batches: Iterable[Batch]) -> 
         "no plug-in is there that writes a model that was quantized in place",
         help="`save` writes the state of its modules",
     )
-
-
-def require_extras(targets: Iterable[str], *, to_plan: bool = False) -> None:
-    """Check that the packages of targets are installed.
-
-    Args:
-        to_plan: whether only a plan is checked, which some targets do without packages.
-
-    Raises:
-        UsageError: naming the packages and how to install them.
-    """
-    for name in targets:
-        target = CHECKED_TARGETS[name].target
-        if to_plan and EXPORTERS[target].plans_alone:
-            continue
-        missing = [name for name in EXPORTERS[target].needs if find_spec(name) is None]
-        if missing:
-            raise UsageError(
-                f"the target {target} needs {', '.join(missing)}, which this Python does not "
-                "have",
-                help=pip_line(EXPORTERS[target].extra),
-            )
-
-
-def require_model(target: str, choices: Mapping[str, str], model: nn.Module) -> None:
-    """Check that a target's files can hold a model, as far as that is known before its trace.
-
-    Raises:
-        UsageError: why they cannot.
-    """
-    exporter = exporter_of(target, choices)
-    try:
-        exporter.require_model(model)
-    except UsageError as error:
-        prefix = f"<--deploy {target}>: "
-        message = f"{prefix}{error.message.marked.removeprefix(prefix)}"
-        raise UsageError(message, help=error.help) from error
-
-
-def planned_refusals(
-    checked: CheckedTarget, plan: Plan, algorithms: Iterable[Algorithm] = ()
-) -> list[Refusal]:
-    """Return what a target cannot express of a plan.
-
-    What algorithms will insert is not known yet.
-
-    Args:
-        algorithms: those that will round the weights.
-    """
-    opset = plan.settings.onnx_opset_version
-    with refused_by_libraries(checked.target, plan.graph):
-        refusals = list(_refusals(checked, plan.graph, plan.specs, opset))
-    if not EXPORTERS[checked.target].for_transformers:
-        return refusals
-    from quantizer.plan.fit.fitted_config import rounded_apart
-
-    for algorithm in algorithms:
-        why = f"is of a module that is called several times: {algorithm.name} rounds it for "
-        why += "each call on its own, and files have one weight of a module"
-        for layer in rounded_apart(algorithm, plan):
-            refusals.append(Refusal(why, _LEAVE_OUT, layer, "weights"))
-    return refusals
-
-
-def require_operators(checked: CheckedTarget, graph: Graph) -> None:
-    """Check that a target can express a network in float. All other checks need a plan, and
-    some plans need the data.
-
-    Args:
-        checked: the target.
-        graph: the trace of the model.
-
-    Raises:
-        UsageError: why it cannot.
-    """
-    # They need torch
-    from quantizer.graph.passes import run_passes
-
-    exporter = EXPORTERS[checked.target]
-    if exporter.by_tensor or exporter.for_transformers:
-        return
-    graph = run_passes(graph, Settings())
-    with refused_by_libraries(checked.target, graph):
-        refuse(checked.words, _refusals(checked, graph, {}, opset=-1))
-
-
-def require_expressible(
-    checked: CheckedTarget, graph: Graph, specs: TensorSpecs, opset: int
-) -> None:
-    """Check that a target can express a network.
-
-    Raises:
-        UsageError: why it cannot, with the first tensors it holds for.
-    """
-    refuse(checked.words, _refusals(checked, graph, specs, opset))
-
-
-def _refusals(
-    checked: CheckedTarget, graph: Graph, specs: TensorSpecs, opset: int
-) -> Iterator[Refusal]:
-    """Yield what a target cannot hold: random numbers if the file has operators, negative
-    scales, and the refusals of its exporter.
-    """
-    has_operators = not EXPORTERS[checked.target].by_tensor
-    drawing = [node.name for node in graph.nodes if has_operators and node.is_random]
-    for name in drawing:
-        yield Refusal(_IS_RANDOM, _FIX_NUMBERS, name)
-    if drawing:
-        return
-    if not EXPORTERS[checked.target].holds_negative_scales:
-        for (layer, role), spec in specs.items():
-            if spec.dtype == "int" and spec.has_signed_scale:
-                yield Refusal(_MAY_BE_NEGATIVE, _USE_HALF_RANGE, layer, role)
-    exporter = exporter_of(checked.target, checked.choices)
-    yield from exporter.refusals(graph, specs, opset)
-
-
-def refuse(words: str, refusals: Iterable[Refusal]) -> None:
-    """Raise the refusals as one error, if there are any.
-
-    A refusal of the whole network comes first. Tensors with the same reason share a sentence.
-
-    Args:
-        words: the options that ask for the file.
-        refusals: what cannot be expressed.
-
-    Raises:
-        UsageError: there are refusals.
-    """
-    words = marked_text(words)
-    names_by_reason: dict[str, list[str]] = {}
-    helps: dict[str, None] = {}
-    for refusal in refusals:
-        if not refusal.layer:
-            raise UsageError(f"{words} {marked_text(refusal.why)}", help=refusal.help)
-        name = refusal.layer
-        if refusal.role:
-            name = f"{refusal.role} of {refusal.layer}"
-        names_by_reason.setdefault(marked_text(refusal.why), []).append(name)
-        helps[marked_text(refusal.help)] = None
-    texts: list[str] = []
-    for why, names in names_by_reason.items():
-        separator = ": each " if len(names) > 1 else " "
-        texts.append(first_names(names) + separator + why)
-    if texts:
-        raise UsageError(f"{words}: {'; '.join(texts)}", help="; ".join(helps))
 
 
 def as_run(
@@ -305,8 +136,7 @@ def export(
         VerificationError: the file does not compute what test mode does.
         ResultError: the file cannot be written.
     """
-    # They need torch
-    from quantizer.export.publishing import new_files
+    # It needs torch
     from quantizer.plan.remarks import size_remarks
 
     exporter = exporter_of(target, deployment.choices)
@@ -401,6 +231,71 @@ def _make_program(graph: Graph, batch: Batch) -> None:
     from quantizer.export.value_names import in_traced_order
 
     graph = graph.on(torch.device("cpu"))
-    batch = batch.to("cpu")
-    args, kwargs = in_traced_order(graph, batch.args, batch.kwargs)
-    float_program(Deployment(graph, Solution({}), args, kwargs))
+
+    call = in_traced_order(graph, batch.to("cpu"))
+    float_program(Deployment(graph, Solution({}), *call))
+
+
+def export_summary(target: str, path: Path, verified: Verification) -> dict[str, Any]:
+    """Return the facts about a verified file, as report.json has them.
+
+    Args:
+        target: the name of its target.
+        path: of the file or folder.
+        verified: its comparison with test mode.
+    """
+    summary: dict[str, Any] = {
+        "file": path.name,
+        "target": target,
+        "bytes": size_on_disk(target, path),
+        "checks": _checks(target, verified),
+        "remarks": list(verified.remarks),
+    }
+    session = verified.default_session
+    kernels = verified.used_kernels
+    if kernels is not None:
+        summary["kernels"] = {
+            "integer": len(kernels.integer),
+            "count": kernels.count,
+            "share": kernels.share,
+            "multiply_add_share": kernels.multiply_add_share,
+            "text": kernels.counted,
+            "floating": kernels.floating,
+            "is_run": kernels.is_run,
+        }
+    speed = None if session is None else session.speed
+    if speed is not None:
+        summary["speed"] = {
+            "ratio": speed.ratio,
+            "low": speed.low,
+            "high": speed.high,
+            "rounds": speed.rounds,
+            "is_clear": speed.is_clear,
+            "text": speed.text,
+        }
+    return summary
+
+
+def _checks(target: str, verified: Verification) -> list[dict[str, Any]]:
+    """Return a row for each engine that has run the file: whether it agrees with test mode, and
+    the figures in words.
+    """
+    reader = EXPORTERS[target].reader
+    session = verified.default_session
+    agreeing: list[tuple[str, str]] = []
+    if session is not None:
+        sentences = [session.figures()]
+        if session.kernels is not None:
+            # The page has the lines on kernels and speed elsewhere
+            first = len(session.kernels.summary_lines)
+            sentences += session.summary_lines[first:]
+        settings = "default settings"
+        if session.kernels is not None and not session.kernels.is_run:
+            settings = "without kernels of integers"
+        agreeing.append((f"{reader}, {settings}", "; ".join(sentences)))
+        reader = f"{reader}, {EXPORTERS[target].plainly}"
+    agreeing.append((reader, verified.figures()))
+    # Without the agreement of these engines no file is written
+    rows = [(engine, True, text) for engine, text in agreeing]
+    rows += [(check.engine, check.agrees, check.line) for check in verified.engines]
+    return [{"engine": engine, "agrees": agrees, "text": text} for engine, agrees, text in rows]

@@ -24,7 +24,6 @@ from quantizer.sources.files.json_files import (
 )
 from quantizer.storage.files import read_json, write_json, write_shards
 
-QUANTIZATION = QUANTIZATION_KEY
 GENERATION = "generation_config.json"
 # Whatever else is in the source is copied.
 _WEIGHT_ENDINGS = (
@@ -118,7 +117,7 @@ def write_folder(
         UsageError: the model has no config of transformers.
         ResultError: the folder cannot be written.
     """
-    write_json(folder / CONFIG_FILE, model_config(model) | {QUANTIZATION: quantization})
+    write_json(folder / CONFIG_FILE, model_config(model) | {QUANTIZATION_KEY: quantization})
     write_shards(folder / CHECKPOINT_FILE, tensors, {"format": "pt"})
     source = source_folder(model)
     remarks = ["no tokenizer is copied: the model does not come from a folder"]

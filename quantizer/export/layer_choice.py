@@ -1,6 +1,6 @@
 """Holds which layers of a file stay in float, as deploy.json has it, to repeat the choice."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,16 @@ DEPLOY_FILE = "deploy.json"
 """The name of the file in the folder of an .onnx."""
 DEPLOY_FORMAT = 1
 """The version of its layout."""
+_ENTRIES = {
+    "format": int,
+    "network": str,
+    "weights": str,
+    "float_activations": list,
+    "float_layers": dict,
+    "measured": dict,
+    "speeds": dict,
+}
+_MEASURED = {"processor": str, "threads": int, "batches": list}
 _HELP = "remove it, or give no <--deploy_file>, to measure again"
 
 
@@ -67,9 +77,7 @@ def network_digest(graph: Graph, solution: Solution) -> str:
 
     Scales are left out. Their last bits differ between processors, and change no speed.
     """
-    rows: list[list[Any]] = []
-    for key in sorted(solution.tensors):
-        rows.append([*key, solution.tensors[key].spec.to_json()])
+    rows = [[*key, solution.tensors[key].spec.to_json()] for key in sorted(solution.tensors)]
     return value_digest([layer_digests(graph), rows])
 
 
@@ -99,10 +107,11 @@ def read_choice(path: Path, digest: str, weights: str, keys: Collection[Key]) ->
             f"<--onnx_weights {weights}>",
             help=f"give <--onnx_weights {content['weights']}>, or {_HELP}",
         )
-    unknown: list[str] = []
-    for layer, role in content["float_activations"]:
-        if (layer, role) not in keys:
-            unknown.append(f"{role} of {layer}")
+    unknown = [
+        f"{role} of {layer}"
+        for layer, role in content["float_activations"]
+        if (layer, role) not in keys
+    ]
     if unknown:
         raise ResultError(
             f"{path} leaves {first_names(unknown)} in float, which this network does not "
@@ -115,25 +124,17 @@ def read_choice(path: Path, digest: str, weights: str, keys: Collection[Key]) ->
 
 def _is_complete(content: Any) -> bool:
     """Return whether a content has the entries of this format, each of its type."""
-    types: dict[str, type] = {
-        "format": int,
-        "network": str,
-        "weights": str,
-        "float_activations": list,
-        "float_layers": dict,
-        "measured": dict,
-        "speeds": dict,
-    }
-    if not isinstance(content, dict) or content.get("format") != DEPLOY_FORMAT:
+    if not _has_entries(content, _ENTRIES) or content["format"] != DEPLOY_FORMAT:
         return False
-    for name, kind in types.items():
-        if not isinstance(content.get(name), kind):
-            return False
     for pair in content["float_activations"]:
         is_pair = isinstance(pair, list) and len(pair) == 2
         if not is_pair or not all(isinstance(word, str) for word in pair):
             return False
-    measured = content["measured"]
-    is_named = isinstance(measured.get("processor"), str)
-    is_counted = isinstance(measured.get("threads"), int)
-    return is_named and is_counted and isinstance(measured.get("batches"), list)
+    return _has_entries(content["measured"], _MEASURED)
+
+
+def _has_entries(content: Any, types: Mapping[str, type]) -> bool:
+    """Return whether a content has entries of these types, by name."""
+    return isinstance(content, dict) and all(
+        isinstance(content.get(name), kind) for name, kind in types.items()
+    )

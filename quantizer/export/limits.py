@@ -1,9 +1,4 @@
-"""What engines and files hold of a tensor: rows that one function reads.
-
-`Limits` has the settings of an engine that takes tensors by a few of these, and each reason is
-named. A list of `Limit` is for a format with conditions of its own, and the first that fails is
-named.
-"""
+"""What engines and files hold of a tensor: rows that one function reads."""
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -13,38 +8,59 @@ from quantizer.export.exporter import Reason
 
 
 @dataclass(frozen=True)
+class Limit:
+    """A row of what an engine or a file can hold.
+
+    Attributes:
+        holds: whether a spec is within the limit.
+        why: what is said of others. `{spec}`, `{number_format}` and `{kind}` stand for theirs,
+            and `{engine}` for the engine, as the subject of a sentence.
+        help: what to change.
+        ends: whether nothing more is said of these others.
+    """
+
+    holds: Callable[[QuantizationSpec], bool]
+    why: str
+    help: str
+    ends: bool = False
+
+
+@dataclass(frozen=True)
 class Limits:
-    """What an engine or a file takes of one kind of tensors. None stands for everything.
+    """What an engine takes of one kind of tensors.
 
     Attributes:
         engine: the engine, as the subject of a sentence.
         otherwise: what helps besides another setting, as the end of a sentence.
-        dtypes: the number formats.
-        bits: the widths of integers; a range of those up to a largest one.
-        schemes: the granularities of static ranges.
-        roundings: the rounding modes.
-        takes_dynamic: whether ranges may be dynamic.
-        takes_narrow: whether signed codes may end before their type does.
-        takes_zero_points: whether codes may be unsigned or have a zero point.
-        takes_shifts: whether they may have one with scales that are powers of two.
+        rows: the limits.
     """
 
     engine: str
     otherwise: str
-    dtypes: Collection[str] = ("int",)
-    bits: Sequence[int] | None = None
-    schemes: Collection[str] | None = None
-    roundings: Collection[str] | None = None
-    takes_dynamic: bool = False
-    takes_narrow: bool = True
-    takes_zero_points: bool = True
-    takes_shifts: bool = True
+    rows: tuple[Limit, ...]
+
+    def reasons(self, spec: QuantizationSpec) -> Iterator[Reason]:
+        """Yield all reasons why the engine cannot hold a tensor, each with what to change."""
+        for why, remedy in _reasons(self.rows, spec, self.engine):
+            yield why, f"{remedy}, or {self.otherwise}"
 
 
-def limit_reasons(limits: Limits, spec: QuantizationSpec) -> Iterator[Reason]:
-    """Yield all reasons why an engine cannot hold a tensor, each with what to change."""
-    for why, remedy in _faults(limits, spec):
-        yield why, f"{remedy}, or {limits.otherwise}"
+def beyond(limits: Iterable[Limit], spec: QuantizationSpec) -> Reason | None:
+    """Return why the first limit that does not hold a spec refuses it; None if all hold it."""
+    return next(_reasons(limits, spec), None)
+
+
+def _reasons(
+    limits: Iterable[Limit], spec: QuantizationSpec, engine: str = ""
+) -> Iterator[Reason]:
+    """Yield why each limit that does not hold a spec refuses it, and what to change."""
+    number_format = f"int{spec.bit_width}" if spec.dtype == "int" else spec.dtype
+    words = {"number_format": number_format, "kind": kind_of(spec), "engine": engine}
+    for limit in limits:
+        if not limit.holds(spec):
+            yield limit.why.format(spec=spec, **words), limit.help
+            if limit.ends:
+                return
 
 
 def kind_of(spec: QuantizationSpec) -> str:
@@ -56,50 +72,41 @@ def kind_of(spec: QuantizationSpec) -> str:
     return f"has {spec.bit_width} bits" if spec.dtype == "int" else f"is {spec.dtype}"
 
 
-def _faults(limits: Limits, spec: QuantizationSpec) -> Iterator[Reason]:
-    """Yield why an engine cannot hold a tensor, and which setting to change."""
-    engine = limits.engine
-    if spec.dtype not in limits.dtypes:
-        taken = _one_of(name.replace("int", "integers") for name in limits.dtypes)
-        yield f"{kind_of(spec)}; {engine} takes {taken}", 'set its dtype to "int"'
-        return
-    if spec.is_dynamic and not limits.takes_dynamic:
-        yield f"has a dynamic range, which {engine} lacks", "set is_dynamic to false there"
-    if limits.schemes and spec.qscheme not in limits.schemes and not spec.is_dynamic:
-        taken = _one_of(limits.schemes)
-        yield (
-            f"is {spec.qscheme}; {engine} takes {taken}",
-            f"set its qscheme to {taken} (per_channel to false)",
-        )
-    if spec.dtype != "int":
-        return
-    if limits.bits and spec.bit_width not in limits.bits:
-        taken = f"{limits.bits[-1]} or fewer"
-        if not isinstance(limits.bits, range):
-            taken = _one_of(limits.bits)
-        yield f"{kind_of(spec)}; {engine} takes {taken}", f"set its bit_width to {taken}"
-    if not limits.takes_zero_points and not spec.has_signed_codes:
-        yield (
-            f"is not int8 with the zero point 0, as {engine} needs it",
-            'set symmetry and signed to true there (in the hierarchical form dtype "int8" and '
-            "symmetric true)",
-        )
-    elif not limits.takes_shifts and spec.scale_type == "poweroftwo" and not spec.symmetric:
-        yield (
-            f"has power-of-two scales and a zero point; {engine} takes one of them",
-            "set symmetry to true there, or scale_type to float",
-        )
-    if not limits.takes_narrow and spec.narrow_range and spec.has_signed_codes:
-        yield (
-            f"has a narrow range, and {engine} takes all codes of a type",
-            "set narrow_range to false there",
-        )
-    if limits.roundings and spec.round_mode not in limits.roundings:
-        taken = _one_of(sorted(limits.roundings))
-        yield (
-            f"is rounded by {spec.round_mode}; {engine} takes {taken}",
-            'set round_mode to "half_even" there',
-        )
+def is_symmetric(spec: QuantizationSpec) -> bool:
+    """Return whether zero is the code in the middle, so that no zero point is stored."""
+    return spec.dtype != "int" or spec.has_signed_codes
+
+
+def of_formats(*dtypes: str) -> Limit:
+    """Return the limit of an engine that takes some number formats, `int` for integers."""
+    taken = _one_of(dtype.replace("int", "integers") for dtype in dtypes)
+    return Limit(
+        lambda spec: spec.dtype in dtypes,
+        f"{{kind}}; {{engine}} takes {taken}",
+        'set its dtype to "int"',
+        ends=True,
+    )
+
+
+def of_bits(widths: Sequence[int]) -> Limit:
+    """Return the limit of an engine that takes integers of some widths, or of a range of those
+    up to a largest one.
+    """
+    taken = f"{widths[-1]} or fewer" if isinstance(widths, range) else _one_of(widths)
+    return Limit(
+        lambda spec: spec.dtype != "int" or spec.bit_width in widths,
+        f"{{kind}}; {{engine}} takes {taken}",
+        f"set its bit_width to {taken}",
+    )
+
+
+def rounded_by(modes: Collection[str]) -> Limit:
+    """Return the limit of an engine that rounds integers in some modes."""
+    return Limit(
+        lambda spec: spec.dtype != "int" or spec.round_mode in modes,
+        f"is rounded by {{spec.round_mode}}; {{engine}} takes {_one_of(sorted(modes))}",
+        'set round_mode to "half_even" there',
+    )
 
 
 def _one_of(words: Iterable[object]) -> str:
@@ -107,19 +114,43 @@ def _one_of(words: Iterable[object]) -> str:
     return f"{', '.join(others)} or {last}" if others else last
 
 
-@dataclass(frozen=True)
-class Limit:
-    """A row of what an engine or a file can hold.
+INTEGERS = of_formats("int")
 
-    Attributes:
-        holds: whether a spec is within the limit.
-        why: what is said of others. `{spec}` and `{number_format}` stand for theirs.
-        help: what to change.
-    """
 
-    holds: Callable[[QuantizationSpec], bool]
-    why: str
-    help: str
+STATIC_RANGES = Limit(
+    lambda spec: not spec.is_dynamic,
+    "has a dynamic range, which {engine} lacks",
+    "set is_dynamic to false there",
+)
+
+
+ONE_SCALE = Limit(
+    lambda spec: spec.qscheme == "per_tensor" or bool(spec.is_dynamic),
+    "is {spec.qscheme}; {engine} takes per_tensor",
+    "set its qscheme to per_tensor (per_channel to false)",
+)
+
+
+SIGNED_CODES = Limit(
+    lambda spec: spec.has_signed_codes,
+    "is not int8 with the zero point 0, as {engine} needs it",
+    "set symmetry and signed to true there (in the hierarchical form dtype "
+    '"int8" and symmetric true)',
+)
+
+
+POWERS_OR_ZERO_POINTS = Limit(
+    lambda spec: spec.scale_type != "poweroftwo" or spec.symmetric,
+    "has power-of-two scales and a zero point; {engine} takes one of them",
+    "set symmetry to true there, or scale_type to float",
+)
+
+
+WHOLE_TYPES = Limit(
+    lambda spec: not (spec.narrow_range and spec.has_signed_codes),
+    "has a narrow range, and {engine} takes all codes of a type",
+    "set narrow_range to false there",
+)
 
 
 HALF_EVEN = Limit(
@@ -141,12 +172,3 @@ GROUPS_OF_INPUTS = Limit(
     "has groups of outputs",
     "set its ch_axis to 1",
 )
-
-
-def beyond(limits: Iterable[Limit], spec: QuantizationSpec) -> Reason | None:
-    """Return why the first limit that does not hold a spec refuses it; None if all hold it."""
-    number_format = f"int{spec.bit_width}" if spec.dtype == "int" else spec.dtype
-    for limit in limits:
-        if not limit.holds(spec):
-            return limit.why.format(spec=spec, number_format=number_format), limit.help
-    return None

@@ -1,20 +1,26 @@
-"""The tensors of a transformers model by name, with the values of the quantized network."""
+"""The tensors of a transformers model by name, with the values of the quantized network, and
+what files with them have no place for.
+"""
 
 import re
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 
 from quantizer.calibration.solution import Solution, encode_parameters
-from quantizer.errors import UsageError
+from quantizer.errors import ModelError, UsageError
 from quantizer.export.deployment import Deployment
+from quantizer.export.exporter import Reason, Refusal
 from quantizer.export.hugging_face_folder import model_config
 from quantizer.export.targets import offered
 from quantizer.graph.ir import Graph, Node
+from quantizer.graph.names import is_operator_name
+from quantizer.nn.inplace import InPlace
 from quantizer.nn.network import Network
 from quantizer.nn.quantized_tensor import QuantizedTensor
+from quantizer.plan.model import TensorSpecs
 
 _FAMILY = re.compile(r"transformers\.models\.(\w+)\.")
 CHANGE_REMEDY = (
@@ -63,11 +69,8 @@ def family_of(node: Node) -> str:
     """Return the family of transformers whose code has a layer, as `mixtral`; empty for code of
     other packages.
     """
-    for name in node.classes:
-        family = _FAMILY.match(name)
-        if family:
-            return family[1]
-    return ""
+    families = map(_FAMILY.match, node.classes)
+    return next((family[1] for family in families if family), "")
 
 
 def parameter_values(
@@ -112,11 +115,27 @@ def parameter_values(
 def state_of(model: nn.Module) -> dict[str, Tensor]:
     """Return the tensors of a model's state, each under the first of its names."""
     names = first_names(model)
-    state: dict[str, Tensor] = {}
-    for name, tensor in model.state_dict().items():
-        if names.get(name, name) == name:
-            state[name] = tensor.detach().cpu()
-    return state
+    return {
+        name: tensor.detach().cpu()
+        for name, tensor in model.state_dict().items()
+        if names.get(name, name) == name
+    }
+
+
+def quantized_layers(model: nn.Module) -> dict[str, InPlace]:
+    """Return the layers of a model that were quantized in place, by their paths.
+
+    Raises:
+        ModelError: there are none.
+    """
+    modules = model.named_modules()
+    layers = {path: module for path, module in modules if isinstance(module, InPlace)}
+    if not layers:
+        raise ModelError(
+            "the model has no quantized layer",
+            help="call ModelQuantizer(config).quantize_model first",
+        )
+    return layers
 
 
 def first_names(model: nn.Module) -> dict[str, str]:
@@ -129,6 +148,58 @@ def first_names(model: nn.Module) -> dict[str, str]:
     return {name: first.setdefault(id(tensor), name) for name, tensor in named}
 
 
+def without_codes(
+    target: str, name: str, remedy: str = "leave it out of the algorithms"
+) -> UsageError:
+    """Return the error for a weight that no codes give."""
+    return cannot_store(target, f"no codes give the weight of {name} back exactly", remedy)
+
+
 def cannot_store(target: str, why: str, remedy: str) -> UsageError:
     """Return the error for what the file of a target has no place for."""
     return UsageError(f"<--deploy {target}>: {why}", help=remedy)
+
+
+INSERTION_REASON = (
+    "was inserted by an algorithm, and the model of the checkpoint has no such operator",
+    "let the algorithm fold it into a layer (no online rotations), or use "
+    f"{offered('program')}",
+)
+_COMPUTED = (
+    "is computed from other tensors of the model, which has no place for a rounded one",
+    f"use {offered('program')}, or exclude it",
+)
+_SHARING_HELP = "quantize both alike, or neither: kind:head and kind:embedding name them"
+
+
+def scales_by_row(values: Tensor, codes: Tensor) -> Tensor:
+    """Return scales or zero points as [outputs, groups]; one of a tensor is repeated."""
+    if values.dim():
+        groups = values.reshape(len(codes), -1)
+    else:
+        groups = values.expand(len(codes), 1)
+    return groups.contiguous()
+
+
+def value_refusal(graph: Graph, specs: TensorSpecs, layer: str, role: str) -> Reason | None:
+    """Return why a rounded weight cannot be stored as values: the model computes it from other
+    tensors, or another layer quantizes it otherwise.
+    """
+    path = graph.by_name[layer].params.get("weight", "")
+    # A weight that is computed has the name of the operator that computes it
+    if role == "weights" and is_operator_name(path):
+        return _COMPUTED
+    for node in graph.nodes:
+        if path not in node.params.values() or node.name == layer:
+            continue
+        if specs.get((node.name, role)) != specs[layer, role]:
+            why = f"is the weight of {node.name}, too, and is quantized differently there"
+            return why, _SHARING_HELP
+    return None
+
+
+def insertion_refusals(graph: Graph) -> Iterator[Refusal]:
+    """Yield a refusal for each operator that an algorithm has put before a layer."""
+    for node in graph.nodes:
+        if node.target.startswith("rescale."):
+            yield Refusal(*INSERTION_REASON, node.name)

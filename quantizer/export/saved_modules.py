@@ -16,7 +16,7 @@ from quantizer.config.wording import a_kind
 from quantizer.errors import ModelError, VerificationError
 from quantizer.export.agreement import Agreement, Verification
 from quantizer.export.deployment import tensor_leaves
-from quantizer.export.model_tensors import first_names
+from quantizer.export.model_tensors import first_names, quantized_layers
 from quantizer.export.saved_description import (
     DESCRIPTION,
     SAVED_FORMAT,
@@ -85,24 +85,19 @@ def _write_quantized(model: nn.Module, folder: Path) -> None:
             raise ModelError(
                 f"{name} in the state of the model is not a tensor, so it cannot be saved"
             )
-    ties = {}
-    for name, first_name in first_names(model).items():
-        if name != first_name and name in state and first_name in state:
-            ties[name] = first_name
+    ties = {
+        name: first_name
+        for name, first_name in first_names(model).items()
+        if name != first_name and name in state and first_name in state
+    }
     for name in ties:
         del state[name]
-    layers = {}
-    biases = []
-    for path, module in model.named_modules():
-        if isinstance(module, InPlace):
-            layers[path] = _layer_entry(path, module, state)
-        if "has_added_bias" in vars(module):
-            biases.append(path)
-    if not layers:
-        raise ModelError(
-            "the model has no quantized layer",
-            help="call ModelQuantizer(config).quantize_model first",
-        )
+    layers = {
+        path: _layer_entry(path, layer, state)
+        for path, layer in quantized_layers(model).items()
+    }
+    modules = model.named_modules()
+    biases = [path for path, module in modules if "has_added_bias" in vars(module)]
     description = {
         "format": SAVED_FORMAT,
         "model": type(model).__name__,

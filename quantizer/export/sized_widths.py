@@ -11,16 +11,10 @@ from quantizer.config.document.edited import edited_text
 from quantizer.config.load import load_text
 from quantizer.config.model import QuantizationSpec
 from quantizer.errors import UsageError
-from quantizer.evaluation.analyze import (
-    Analysis,
-    WatchedData,
-    WeightRow,
-    analyze_weights,
-    width_candidates,
-)
+from quantizer.evaluation.analyze import WatchedData, analyze_weights, width_candidates
 from quantizer.evaluation.width_choice import LARGEST_SIZE, Budget, sized_config
 from quantizer.export.destinations import DESTINATIONS
-from quantizer.export.stored_weights import is_symmetric
+from quantizer.export.limits import is_symmetric
 from quantizer.graph.ir import Graph
 from quantizer.graph.passes import run_passes
 from quantizer.numerics.codes import bits_of
@@ -132,7 +126,8 @@ def config_within(text: str, max_mb: float | None, run: SizedRun) -> str:
         names = ", ".join(algorithm.name for algorithm in config.algorithms)
         run.say(f"note: widths are chosen by the errors of round-to-nearest, without {names}")
     analysis = analyze_weights(plan, WIDTHS, run.data)
-    analysis = sizes.applied_to(analysis)
+    rows = [replace(row, sizes=sizes.by_layer[row.name]) for row in analysis.rows]
+    analysis = replace(analysis, rows=rows, other_bytes=sizes.floats)
     chosen = sized_config(
         config.document,
         plan,
@@ -167,14 +162,11 @@ class _FileSizes:
             rows, columns = plan.graph.weight(node).shape
             tensor = plan.tensors[name, "weights"]
             experts = node.attrs["groups"] if node.row.experts else 1
-            sizes: list[int] = []
-            for width in WIDTHS:
-                spec = candidate.with_width(candidate.specs[0], width)
-                size = _coded_bytes(
-                    path, (rows, columns), spec, scales=tensor.scales, experts=experts
-                )
-                sizes.append(size)
-            self.by_layer[name] = sizes
+            specs = [candidate.with_width(candidate.specs[0], width) for width in WIDTHS]
+            self.by_layer[name] = [
+                _coded_bytes(path, (rows, columns), spec, scales=tensor.scales, experts=experts)
+                for spec in specs
+            ]
         self.floats = _float_bytes(module, coded)
 
     def require_between(self, limit: int) -> None:
@@ -201,13 +193,6 @@ class _FileSizes:
     def _total(self, index: int) -> int:
         """Return the size with one width for all layers."""
         return self.floats + sum(sizes[index] for sizes in self.by_layer.values())
-
-    def applied_to(self, analysis: Analysis) -> Analysis:
-        """Return an analysis with the sizes of the files."""
-        rows: list[WeightRow] = []
-        for row in analysis.rows:
-            rows.append(replace(row, sizes=self.by_layer[row.name]))
-        return replace(analysis, rows=rows, other_bytes=self.floats)
 
 
 def _float_bytes(model: nn.Module, coded: Collection[str]) -> int:

@@ -66,7 +66,8 @@ def verify_calls(
     remaining = iter(calls)
     with torch.no_grad():
         first = next(remaining)
-        with _quiet_transformers():
+        # The report of transformers has what matters of its bars, warnings and logs
+        with silenced("transformers"), quiet():
             module = load(first)
         for call in chain([first], remaining):
             agreement.add(call.outputs, tensor_leaves(module(*call.args, **call.kwargs)))
@@ -96,11 +97,11 @@ def require_all_keys(
     Raises:
         VerificationError: a tensor is missing, or nothing reads it.
     """
-    faults: list[str] = []
-    for kind in _KEY_KINDS:
-        adjective = kind.partition("_")[0]
-        for key in sorted({*map(str, report.get(kind, ()))}.difference(unused)):
-            faults.append(f"{key} {adjective}")
+    faults = [
+        f"{key} {kind.partition('_')[0]}"
+        for kind in _KEY_KINDS
+        for key in sorted({*map(str, report.get(kind, ()))}.difference(unused))
+    ]
     if faults:
         raise VerificationError(
             f"{name} is not written: {reader} finds {', '.join(faults[:3])}", help=READER_HELP
@@ -108,13 +109,12 @@ def require_all_keys(
 
 
 @contextmanager
-def _quiet_transformers() -> Iterator[None]:
-    """Suppress bars, warnings and logs of transformers; its report has what matters."""
-    transformers_logger = logging.getLogger("transformers")
-    level = transformers_logger.level
-    transformers_logger.setLevel(logging.CRITICAL)
+def silenced(name: str) -> Iterator[None]:
+    """Suppress the remarks and warnings of a logger."""
+    logger = logging.getLogger(name)
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)
     try:
-        with quiet():
-            yield
+        yield
     finally:
-        transformers_logger.setLevel(level)
+        logger.setLevel(level)

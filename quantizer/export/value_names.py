@@ -10,6 +10,7 @@ from quantizer.config.wording import counted
 from quantizer.errors import UsageError
 from quantizer.graph.ir import Call, Graph
 from quantizer.graph.output_names import output_leaves, unused_names
+from quantizer.sources.batches import Batch
 
 _Path = tuple[Any, ...]
 """Keys and indices that lead into a nested value."""
@@ -45,38 +46,30 @@ def input_names(model: nn.Module | None, graph: Graph) -> list[str]:
     return unused_names(names, ())
 
 
-def in_traced_order(graph: Graph, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Call:
-    """Return a call with the keys of its dicts in the order of the call that was traced, as
-    exports take tensors by their numbers.
+def in_traced_order(graph: Graph, batch: Batch) -> Call:
+    """Return the call of a batch with the keys of its dicts in the order of the call that was
+    traced, as exports take tensors by their numbers.
     """
-    ordered = _ordered([args, dict(kwargs)], graph.input_paths)
+    ordered = _ordered([batch.args, dict(batch.kwargs)], graph.input_paths)
     return tuple(ordered[0]), ordered[1]
 
 
 def _ordered(value: Any, paths: Sequence[_Path]) -> Any:
     """Return a nested value with the keys of its dicts as they come in paths into it."""
     if isinstance(value, dict):
-        ordered: dict[Any, Any] = {}
         traced_keys = [path[0] for path in paths if path and path[0] in value]
-        for key in dict.fromkeys([*traced_keys, *value]):
-            ordered[key] = _ordered(value[key], _inside(paths, key))
-        return ordered
+        keys = dict.fromkeys([*traced_keys, *value])
+        return {key: _ordered(value[key], _inside(paths, key)) for key in keys}
     if type(value) in (list, tuple):
-        items = []
-        for index, item in enumerate(value):
-            inner_paths = _inside(paths, index)
-            items.append(_ordered(item, inner_paths))
-        return type(value)(items)
+        return type(value)(
+            _ordered(item, _inside(paths, index)) for index, item in enumerate(value)
+        )
     return value
 
 
 def _inside(paths: Sequence[_Path], key: Any) -> list[_Path]:
     """Return the paths that begin with a key, without it."""
-    inner = []
-    for path in paths:
-        if path and path[0] == key:
-            inner.append(path[1:])
-    return inner
+    return [path[1:] for path in paths if path and path[0] == key]
 
 
 def output_names(names: Sequence[str]) -> list[str]:
@@ -85,11 +78,7 @@ def output_names(names: Sequence[str]) -> list[str]:
     >>> output_names(["boxes", "aux.0", "1"])
     ['boxes', 'aux.0', 'output_1']
     """
-    in_file: list[str] = []
-    for name in names:
-        if name[0].isdecimal():
-            name = f"output_{name}"
-        in_file.append(name)
+    in_file = [f"output_{name}" if name[0].isdecimal() else name for name in names]
     return unused_names(in_file, ())
 
 

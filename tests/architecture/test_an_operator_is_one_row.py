@@ -55,9 +55,9 @@ NAMED = {
     "export/mobile/kernels.py": "what the kernels of phones compute together, and what they may lack",
     "export/mobile/litert_rewrites.py": "what LiteRT's converter rounds, and has one scale for",
     "export/onnx/tuned/tuner.py": "moves the steps of codes to where the kernels want them",
-    "export/library_failures.py": "which operators libraries write as another one",
+    "export/refusals.py": "which operators libraries write as another one",
     "export/onnx/refusals.py": "which of these operators torch.onnx knows in part",
-    "export/onnx/complex_numbers.py": "what torch.onnx can do with complex numbers, and what is written out for it",
+    "export/onnx/decompositions.py": "what torch.onnx can do with complex numbers, and what is written out for it",
 }
 """Files that may name operators, and why: each implements or rewrites those it names."""
 WORDS = {

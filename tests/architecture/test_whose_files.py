@@ -15,7 +15,7 @@ FUNCTIONS = {
     "shutil.rmtree",
     "shutil.move",
 }
-OF_TEMPORARY_FOLDERS = {"export/openvino_ir/session.py"}
+OF_TEMPORARY_FOLDERS = {"export/openvino_ir/exporter.py"}
 """It removes files of a folder that it has made for another process."""
 
 

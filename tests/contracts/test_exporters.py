@@ -17,8 +17,9 @@ from support.toys import built
 
 from quantizer.cli.main import cli
 from quantizer.errors import UsageError
-from quantizer.export.exporter import Exporter
-from quantizer.export.exporting import export, exporter_of, require_extras, require_operators
+from quantizer.export.exporter import Exporter, exporter_of
+from quantizer.export.exporting import export
+from quantizer.export.refusals import require_extras, require_operators
 from quantizer.export.targets import (
     CHECKED_TARGETS,
     EXPORTERS,
@@ -141,7 +142,7 @@ def test_no_operator_of_a_usual_network_is_refused_before_there_is_a_plan(target
 
 @pytest.mark.parametrize("target", EXPORTERS)
 def test_every_row_says_what_it_needs(target: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("quantizer.export.exporting.find_spec", lambda name: None)
+    monkeypatch.setattr("quantizer.export.refusals.find_spec", lambda name: None)
     if not EXPORTERS[target].needs:
         require_extras([target])
         return

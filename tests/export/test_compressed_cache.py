@@ -16,7 +16,7 @@ from torch import nn
 import quantizer
 from quantizer.config.document.document import Document
 from quantizer.config.load import check_document
-from quantizer.export.exporting import planned_refusals
+from quantizer.export.refusals import planned_refusals
 from quantizer.export.targets import CHECKED_TARGETS, EXPORTERS
 from quantizer.graph.tracing.trace import trace
 from quantizer.plan.resolve import resolve_plan

@@ -120,7 +120,7 @@ def test_a_missing_extra_is_told_before_any_work(
     monkeypatch: pytest.MonkeyPatch,
     check: Callable[..., int],
 ) -> None:
-    monkeypatch.setattr("quantizer.export.exporting.find_spec", lambda name: None)
+    monkeypatch.setattr("quantizer.export.refusals.find_spec", lambda name: None)
     assert check(tmp_path / "none", "--deploy", "onnx", model="nothing.py") == 2
     assert "pip install 'quantizer-torch[onnx]'" in capsys.readouterr().err
 

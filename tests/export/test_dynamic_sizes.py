@@ -19,7 +19,7 @@ import quantizer
 from quantizer.config.diagnostics import ConfigError
 from quantizer.errors import DataError, UsageError
 from quantizer.export.acceptance import least_db
-from quantizer.export.exporting import planned_refusals
+from quantizer.export.refusals import planned_refusals
 from quantizer.export.targets import CHECKED_TARGETS
 
 CPU = str(ROOT / "configs" / "cpu_int8.json")

@@ -25,8 +25,9 @@ from quantizer.errors import UsageError, VerificationError
 from quantizer.export.agreement import Verification
 from quantizer.export.deployment import Deployment
 from quantizer.export.encodings import exporter as encodings_exporter
-from quantizer.export.encodings.verify import evaluated_model
-from quantizer.export.exporting import export, exporter_of
+from quantizer.export.encodings.exporter import evaluated_model
+from quantizer.export.exporter import exporter_of
+from quantizer.export.exporting import export
 from quantizer.graph.ir import Graph
 from quantizer.graph.tracing.trace import trace
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import quantizer
-from quantizer.export.onnx import openvino as onnx_openvino
+from quantizer.export.onnx import exporter as onnx_exporter
 
 ort = pytest.importorskip("onnxruntime", reason="files are verified with it (extra: onnx)")
 pytest.importorskip("onnxscript", reason="torch.onnx needs it (extra: onnx)")
@@ -314,9 +314,8 @@ def test_default_settings_of_an_engine_are_told_from_how_it_reads_a_file(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    (tmp_path / "engine.py").write_text(TWO_WAYS.replace("FACTOR", str(factor)))
-    monkeypatch.setattr(onnx_openvino, "_PROCESS", tmp_path / "engine.py")
-    monkeypatch.setattr(onnx_openvino, "version", lambda name: "1.2")
+    monkeypatch.setattr(onnx_exporter, "_PROGRAM", TWO_WAYS.replace("FACTOR", str(factor)))
+    monkeypatch.setattr(onnx_exporter, "version", lambda name: "1.2")
     result = quantizer.calibrate(nn.Conv2d(3, 4, 1).eval(), DEFAULT, images(4, 4))
     (check,) = result.export("onnx", tmp_path / "net.onnx").engines
     assert (check.agrees, check.reads, check.layer) == (agrees, True, "")
@@ -347,9 +346,8 @@ def test_default_settings_of_an_engine_are_told_from_how_it_reads_a_file(
 def test_an_engine_that_fails_keeps_no_file_from_being_written(
     script: str, failure: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "engine.py").write_text(script)
-    monkeypatch.setattr(onnx_openvino, "_PROCESS", tmp_path / "engine.py")
-    monkeypatch.setattr(onnx_openvino, "version", lambda name: "1.2")
+    monkeypatch.setattr(onnx_exporter, "_PROGRAM", script)
+    monkeypatch.setattr(onnx_exporter, "version", lambda name: "1.2")
     result = quantizer.calibrate(nn.Conv2d(3, 4, 1).eval(), DEFAULT, images(4, 4))
     (check,) = result.export("onnx", tmp_path / "net.onnx").engines
     assert (check.engine, check.agrees, check.failure) == ("OpenVINO 1.2", False, failure)

@@ -22,7 +22,8 @@ from quantizer.calibration import observing
 from quantizer.config.model import ResolvedConfig
 from quantizer.errors import UsageError
 from quantizer.export.deployment import Deployment
-from quantizer.export.exporting import export, require_expressible
+from quantizer.export.exporting import export
+from quantizer.export.refusals import require_expressible
 from quantizer.export.targets import CHECKED_TARGETS, EXPORTERS
 from quantizer.graph.ir import Graph
 from quantizer.graph.passes import run_passes

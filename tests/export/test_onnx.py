@@ -27,7 +27,7 @@ from quantizer.config.model import QuantizationSpec
 from quantizer.errors import QuantizerError, UsageError, VerificationError
 from quantizer.export.deployment import Deployment
 from quantizer.export.exporting import export
-from quantizer.export.onnx.files import stored_model
+from quantizer.export.onnx.build import stored_model
 from quantizer.graph.tracing.trace import trace
 from quantizer.nn.quantized_tensor import QuantizedTensor
 from quantizer.numerics.rounding import ROUND_MODES
@@ -280,7 +280,7 @@ def test_operator_sets_out_of_reach_are_refused(opset: int, tmp_path: Path) -> N
 def test_tensors_that_do_not_fit_one_message_lie_beside_the_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("quantizer.export.onnx.files.LARGEST_MESSAGE", 100)
+    monkeypatch.setattr("quantizer.export.onnx.build.LARGEST_MESSAGE", 100)
     rows = torch.arange(5)
     given = Deployment(trace(nn.Embedding(5, 512).eval(), (rows,)), Solution({}), (rows,), {})
     assert export("onnx", given, tmp_path / "net.onnx").equal == 1.0

@@ -17,7 +17,7 @@ from quantizer.errors import VerificationError
 from quantizer.export.exporting import export
 from quantizer.export.onnx.build import BuiltOnnx
 from quantizer.export.openvino_ir import exporter as ir_exporter
-from quantizer.export.speed import Speed
+from quantizer.export.performance import Speed
 
 ov = pytest.importorskip("openvino", reason="the engine (extra: openvino)")
 pytest.importorskip("onnxscript", reason="torch.onnx needs it (extra: onnx)")

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from quantizer.calibration.solution import Solution
+from quantizer.comparison.output_comparison import Recorder
 from quantizer.errors import VerificationError
 from quantizer.export.acceptance import accept_file
 from quantizer.export.agreement import Agreement, Verification
@@ -37,17 +38,13 @@ def deployment(**figures: float) -> Deployment:
 def verified(change: Callable[[Tensor], object], given: Deployment) -> Verification:
     """Against test mode, of a file that gives something else."""
     agreement = Agreement("outputs", given.outputs, given.part_steps)
-    recorder = agreement.recorder()
+    recorder = Recorder(agreement.outputs)
     expected = given.network().observe((X,), {}, recorder.watchers)
     found = expected.clone()
     change(found)
     agreement.add([expected], [found], recorder)
     return accept_file(
-        agreement.result(),
-        given,
-        lambda args, kwargs: [found],
-        refusal="the file",
-        remedy="do this",
+        agreement.result(), given, lambda call: [found], refusal="the file", remedy="do this"
     )
 
 

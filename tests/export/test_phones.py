@@ -23,7 +23,7 @@ from quantizer.cli.main import run_command
 from quantizer.config.model import QuantizationSpec
 from quantizer.errors import UsageError
 from quantizer.export.deployment import Deployment
-from quantizer.export.exporting import exporter_of, require_expressible
+from quantizer.export.exporter import exporter_of
 from quantizer.export.mobile.exporter import MobileExporter, MobileProgram
 from quantizer.export.mobile.litert_rewrites import (
     cut_padding,
@@ -40,6 +40,7 @@ from quantizer.export.mobile.rewrites import (
     round_before_moves,
     slice_parts,
 )
+from quantizer.export.refusals import require_expressible
 from quantizer.export.targets import CHECKED_TARGETS
 from quantizer.graph.ir import Graph
 from quantizer.graph.tracing.trace import trace
@@ -252,7 +253,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_plans_are_checked_without_the_packages(
     folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("quantizer.export.exporting.find_spec", lambda name: None)
+    monkeypatch.setattr("quantizer.export.refusals.find_spec", lambda name: None)
     command = ["plan", "--model", "net.py", "--for", "executorch", "--for", "litert"]
     assert run_command([*command, "--config_file", PRESET]) == 0
     printed = capsys.readouterr().out

@@ -29,7 +29,7 @@ import quantizer
 from quantizer.config.model import QuantizationSpec
 from quantizer.errors import UsageError
 from quantizer.export.agreement import Verification
-from quantizer.export.exporting import exporter_of
+from quantizer.export.exporter import exporter_of
 from quantizer.graph.ir import Graph
 from quantizer.graph.tracing.trace import trace
 

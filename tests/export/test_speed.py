@@ -15,10 +15,9 @@ import onnxruntime
 import pytest
 
 from quantizer.export.agreement import Verification
-from quantizer.export.kernels import Kernels
 from quantizer.export.onnx.speed import speeds_in_turns, timed_session
 from quantizer.export.onnx.verify import DEFAULT, OnnxFile, open_session
-from quantizer.export.speed import BUSY, Speed, waited_seconds
+from quantizer.export.performance import BUSY, Kernels, Speed, waited_seconds
 
 SECOND = [1.0] * 9
 

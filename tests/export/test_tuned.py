@@ -29,10 +29,11 @@ import quantizer
 from quantizer.cli.main import run_command
 from quantizer.errors import QuantizerError, ResultError, UsageError
 from quantizer.export.onnx import verify
+from quantizer.export.onnx.speed import Feed
 from quantizer.export.onnx.tuned import tuner
 from quantizer.export.onnx.tuned.costs import BlockCost, BorderCost, Costs, TwoSides
-from quantizer.export.onnx.tuned.meter import Feed, Kernel, Profile, RuntimeMeter
-from quantizer.export.speed import Speed
+from quantizer.export.onnx.tuned.profiles import Kernel, Profile, RuntimeMeter
+from quantizer.export.performance import Speed
 from quantizer.export.targets import require_choices
 
 UNSIGNED: dict[str, Any] = {"symmetry": False, "signed": False}

@@ -9,8 +9,7 @@ for package in ("onnx", "onnxruntime"):
 
 import onnx
 
-from quantizer.export.onnx.tuned.blocks import BlockMap
-from quantizer.export.onnx.tuned.meter import Kernel, Profile
+from quantizer.export.onnx.tuned.profiles import BlockMap, Kernel, Profile
 
 
 def chain(*nodes: tuple[str, str, str, str]) -> onnx.ModelProto:

@@ -21,7 +21,7 @@ from quantizer.errors import ModelError, UsageError
 from quantizer.export.agreement import Agreement
 from quantizer.graph.tracing.trace import trace
 
-pytest.importorskip("quantizer.export.onnx.openvino", reason="writes .onnx (extra: onnx)")
+pytest.importorskip("quantizer.export.onnx.exporter", reason="writes .onnx (extra: onnx)")
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning"),
     pytest.mark.usefixtures("quick_files"),

@@ -15,9 +15,8 @@ from torch.nn.utils.parametrizations import weight_norm
 from quantizer.config.document.document import Document
 from quantizer.config.load import check_document
 from quantizer.config.resources import load_resource
-from quantizer.export.exporting import planned_refusals
+from quantizer.export.refusals import layers_to_leave, planned_refusals
 from quantizer.export.targets import CHECKED_TARGETS, EXPORTERS
-from quantizer.export.without_codes import layers_to_leave
 from quantizer.graph.ir import Graph
 from quantizer.graph.modules import module_graph
 from quantizer.graph.tracing.trace import trace

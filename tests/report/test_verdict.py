@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from quantizer.export.agreement import Verification
-from quantizer.export.kernels import Kernels
+from quantizer.export.performance import Kernels
 from quantizer.graph.tracing.trace import trace
 from quantizer.plan.model import Plan
 from quantizer.report.verdict import MAX_LINES, VerdictFacts, verdict

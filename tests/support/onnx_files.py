@@ -22,14 +22,14 @@ def quick_files(monkeypatch: pytest.MonkeyPatch) -> None:
         return
     from torch.onnx._internal.exporter._registration import ONNXRegistry
 
-    from quantizer.export.onnx import openvino as onnx_openvino
+    from quantizer.export.onnx import exporter as onnx_exporter
     from quantizer.export.onnx import verify
     from quantizer.export.openvino_ir import exporter as openvino_exporter
 
     for module in (verify, openvino_exporter):
         monkeypatch.setattr(module, "_speed", lambda *measured: None)
     monkeypatch.setattr(ONNXRegistry, "from_torchlib", staticmethod(_table()))
-    monkeypatch.setattr(onnx_openvino, "installed_openvino", lambda: None)
+    monkeypatch.setattr(onnx_exporter, "installed_openvino", lambda: None)
 
 
 @cache

@@ -19,7 +19,8 @@ from engines.families.schemes import SCHEMES, Scheme
 from engines.preparation import network_as_run
 from quantizer.api.result import Result
 from quantizer.errors import QuantizerError
-from quantizer.export.exporting import exporter_of, require_expressible
+from quantizer.export.exporter import exporter_of
+from quantizer.export.refusals import require_expressible
 from quantizer.export.targets import EXPORTERS, checked_target
 
 DEQUANTIZED = "dequantized"

@@ -158,9 +158,8 @@ def _confirm(
     for target in options.for_:
         # Only runs for a target need them
         from quantizer.cli.terminal.render import say_note
-        from quantizer.export.exporting import planned_refusals, refuse
+        from quantizer.export.refusals import plan_remarks, planned_refusals, refuse
         from quantizer.export.targets import checked_target
-        from quantizer.export.without_codes import plan_remarks
 
         checked = checked_target(target, options.target_choices)
         refuse(checked.words, planned_refusals(checked, plan, request.config.algorithms))

@@ -16,8 +16,8 @@ from quantizer.cli.terminal.follow import progress
 from quantizer.cli.terminal.output import Outcome, table_view
 from quantizer.config.json_types import JsonObject
 from quantizer.errors import OutOfMemoryError, ResultError, UsageError
-from quantizer.export.exporting import export, require_expressible
-from quantizer.export.summary import export_summary
+from quantizer.export.exporting import export, export_summary
+from quantizer.export.refusals import require_expressible
 from quantizer.export.targets import EXPORTERS, FOLDER, checked_target
 from quantizer.graph.ir import Graph
 from quantizer.report.view import Listing, TableView

@@ -61,7 +61,7 @@ def run_mode(options: Options) -> int:
     _require_mode(options)
     if options.deploy or options.for_:
         # Only runs for a target need it
-        from quantizer.export.exporting import require_extras
+        from quantizer.export.refusals import require_extras
 
         require_extras(options.deploy)
         require_extras(options.for_, to_plan=True)

@@ -20,9 +20,13 @@ from quantizer.config.model import ResolvedConfig
 from quantizer.config.wording import counted
 from quantizer.errors import UsageError
 from quantizer.export.exporter import Refusal
-from quantizer.export.exporting import planned_refusals, require_extras
+from quantizer.export.refusals import (
+    plan_remarks,
+    planned_refusals,
+    planned_values,
+    require_extras,
+)
 from quantizer.export.targets import CHECKED_TARGETS
-from quantizer.export.without_codes import plan_remarks, planned_values
 from quantizer.graph.channels.output_parts import output_parts
 from quantizer.plan.model import Plan
 from quantizer.plan.remarks import left_parameters, share_left

@@ -10,7 +10,7 @@ from quantizer.cli.arguments.options import Options
 from quantizer.config.load import load_preset
 from quantizer.config.wording import counted
 from quantizer.errors import UsageError
-from quantizer.export.exporting import require_operators
+from quantizer.export.refusals import require_operators
 from quantizer.export.targets import checked_target
 from quantizer.sources.batches import Fingerprint
 from quantizer.sources.data import Batches

@@ -59,9 +59,9 @@ from quantizer.evaluation.paired_run import record_predictions
 from quantizer.evaluation.scores import Scores, in_pairs, log_warnings, measure
 from quantizer.export.agreement import Verification
 from quantizer.export.destinations import DESTINATIONS
-from quantizer.export.exporting import export_modules, planned_refusals, refuse
+from quantizer.export.exporting import export_modules, export_summary
+from quantizer.export.refusals import planned_refusals, refuse
 from quantizer.export.saved_modules import save_verified
-from quantizer.export.summary import export_summary
 from quantizer.export.targets import EXPORTERS, FOLDER, checked_target
 from quantizer.graph.modules import Untraced, uncovered_modules
 from quantizer.graph.output_names import leaf_names, plain_output

@@ -59,11 +59,10 @@ from quantizer.export.destinations import (
     in_words_of_run,
     preset_for,
 )
-from quantizer.export.exporting import require_extras, require_model
+from quantizer.export.refusals import layers_to_leave, require_extras, require_model
 from quantizer.export.sized_widths import SIZED, SizedRun, require_sized
 from quantizer.export.targets import EXPORTERS, require_choices
 from quantizer.export.value_names import require_fitting_names
-from quantizer.export.without_codes import layers_to_leave
 from quantizer.graph.ir import Graph
 from quantizer.graph.modules import module_graph, untraced_part
 from quantizer.printable import json_text

@@ -31,7 +31,8 @@ from quantizer.config.run_options import with_finetuning
 from quantizer.errors import UsageError
 from quantizer.evaluation.analyze import WatchedData
 from quantizer.evaluation.scores import measure, score
-from quantizer.export.exporting import as_run, planned_refusals, refuse
+from quantizer.export.exporting import as_run
+from quantizer.export.refusals import planned_refusals, refuse
 from quantizer.export.targets import checked_target
 from quantizer.graph.ir import Graph
 from quantizer.graph.passes import run_passes

@@ -34,7 +34,7 @@ from quantizer.commands.searching.tuned_run import (
 )
 from quantizer.config.load import load_config
 from quantizer.errors import UsageError
-from quantizer.export.exporting import require_extras
+from quantizer.export.refusals import require_extras
 from quantizer.printable import json_text
 from quantizer.results.result_set import locked, require_result_folder
 from quantizer.results.write import check_owner

@@ -15,9 +15,8 @@ from torch import Tensor, nn
 from quantizer.config.model import QuantizationSpec
 from quantizer.export.compressed_tensors.schemes import scale_difference
 from quantizer.export.exporter import Reason, Refusal
-from quantizer.export.limits import HALF_EVEN, Limit, beyond
+from quantizer.export.limits import HALF_EVEN, Limit, beyond, is_symmetric
 from quantizer.export.model_tensors import cannot_store
-from quantizer.export.stored_weights import is_symmetric
 from quantizer.graph.ir import Graph
 from quantizer.graph.structure.attention import CachedValue, Part, cached_values
 from quantizer.nn.quantized_tensor import QuantizedTensor

@@ -8,11 +8,11 @@ import torch
 from torch import Tensor, nn
 
 from quantizer.config.wording import first_names
-from quantizer.errors import UsageError
 from quantizer.export.compressed_tensors.cache import CompressedCache, compressed_cache
-from quantizer.export.compressed_tensors.experts import Mixture, group_targets
-from quantizer.export.compressed_tensors.fusing import (
+from quantizer.export.compressed_tensors.engine_layers import (
+    Mixture,
     fused_names,
+    group_targets,
     partial_block_remarks,
     with_shared_factors,
 )
@@ -24,7 +24,12 @@ from quantizer.export.compressed_tensors.placement import (
 from quantizer.export.compressed_tensors.schemes import CompressedLayer
 from quantizer.export.deployment import Deployment
 from quantizer.export.exporter import Exporter, Written
-from quantizer.export.model_tensors import cannot_store, model_of, parameter_values
+from quantizer.export.model_tensors import (
+    cannot_store,
+    model_of,
+    parameter_values,
+    without_codes,
+)
 from quantizer.graph.ir import Graph
 from quantizer.graph.structure.language_parts import layers_behind_blocks
 from quantizer.nn.quantized_tensor import QuantizedTensor
@@ -160,17 +165,17 @@ def checkpoint_of_network(
     for name, node in placement.linears.items():
         weight = solution.tensors[name, "weights"]
         if weight.codes is None:
-            raise _without_codes(name, target)
+            raise without_codes(target, name, _NO_CODES_REMEDY)
         key = placement.inputs.get(name)
         layer = CompressedLayer(weight, None if key is None else solution.tensors[key])
         if node.scope in layers and not _is_equal(layers[node.scope], layer):
             why = f"{name} has other codes than another call of its module"
             raise cannot_store(target, why, "leave it out of the algorithms")
         layers[node.scope] = layer
-    stacks: dict[str, QuantizedTensor] = {}
-    for name, node in placement.experts.items():
-        path = node.params["weight"].partition("@")[0]
-        stacks[path] = solution.tensors[name, "weights"]
+    stacks = {
+        node.params["weight"].partition("@")[0]: solution.tensors[name, "weights"]
+        for name, node in placement.experts.items()
+    }
     coded = {*placement.linears, *placement.experts}
     tensors = parameter_values(deployment, network, coded, target)
     remarks = [
@@ -202,10 +207,12 @@ def complete_checkpoint(
         graph: of the model.
     """
     unused = unused_tensors(model)
+    modules = model.named_modules(remove_duplicate=False)
+    linears = [path for path, module in modules if isinstance(module, nn.Linear)]
     return CompressedCheckpoint(
         with_shared_factors(graph, layers),
         tensors,
-        (*_linears_of(model), *_matrices(unused)),
+        (*linears, *_matrices(unused)),
         (*remarks, *partial_block_remarks(graph, layers), *_plain_layer_remarks(graph, layers)),
         _head_of(model),
         fused_names(graph),
@@ -244,7 +251,7 @@ def with_experts(
     experts: dict[str, CompressedLayer] = {}
     for path, stack in stacks.items():
         if stack.codes is None:
-            raise _without_codes(path, TARGET_NAME)
+            raise without_codes(TARGET_NAME, path, _NO_CODES_REMEDY)
         experts |= mixture.parts(path, stack)
     if len({repr(layer.scheme) for layer in experts.values()}) > 1:
         raise cannot_store(
@@ -260,11 +267,6 @@ def with_experts(
         tensors=mixture.stored_except_experts(others),
         linears=tuple(sorted(linears)),
     )
-
-
-def _without_codes(name: str, target: str) -> UsageError:
-    why = f"no codes give the weight of {name} back exactly"
-    return cannot_store(target, why, _NO_CODES_REMEDY)
 
 
 def float_remarks(specs: TensorSpecs, placement: CodePlacement) -> Iterator[str]:
@@ -302,23 +304,18 @@ def _token_remarks(specs: TensorSpecs, placement: CodePlacement) -> Iterator[str
 
     It keeps the first two axes of an input, whatever the number of axes.
     """
-    layers: list[str] = []
-    for layer, key in placement.inputs.items():
-        is_by_token = specs[key].is_dynamic and specs[key].qscheme == "per_token"
-        if is_by_token and placement.linears[layer].rank != _AXES_OF_TOKENS:
-            layers.append(layer)
+    layers = [
+        layer
+        for layer, key in placement.inputs.items()
+        if specs[key].is_dynamic
+        and specs[key].qscheme == "per_token"
+        and placement.linears[layer].rank != _AXES_OF_TOKENS
+    ]
     if layers:
         yield (
             f"the inputs of {first_names(layers)} do not have {_AXES_OF_TOKENS} axes: "
             "transformers finds one scale for several tokens there, and engines one for each"
         )
-
-
-def _linears_of(model: nn.Module) -> Iterator[str]:
-    """Yield the paths of all linear modules."""
-    for path, module in model.named_modules(remove_duplicate=False):
-        if isinstance(module, nn.Linear):
-            yield path
 
 
 def _matrices(tensors: Mapping[str, Tensor]) -> Iterator[str]:

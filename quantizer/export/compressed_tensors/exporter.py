@@ -33,8 +33,8 @@ from quantizer.export.compressed_tensors.schemes import (
 from quantizer.export.deployment import Deployment
 from quantizer.export.exporter import Refusal
 from quantizer.export.hugging_face_folder import write_folder
+from quantizer.export.limits import is_symmetric
 from quantizer.export.model_tensors import model_of
-from quantizer.export.stored_weights import is_symmetric
 from quantizer.export.transformers_verify import (
     READER_HELP,
     ExpectedCall,

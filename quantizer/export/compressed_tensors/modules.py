@@ -8,7 +8,7 @@ from torch import nn
 from quantizer.calibration.changed_modules import role_in_module
 from quantizer.config.model import QuantizationSpec
 from quantizer.config.roles import parameter_role
-from quantizer.errors import ModelError, UsageError
+from quantizer.errors import UsageError
 from quantizer.export.agreement import Verification
 from quantizer.export.compressed_tensors.checkpoint import (
     TARGET_NAME,
@@ -21,11 +21,10 @@ from quantizer.export.compressed_tensors.checkpoint import (
 from quantizer.export.compressed_tensors.placement import CodePlacement, place_codes
 from quantizer.export.compressed_tensors.schemes import CompressedLayer
 from quantizer.export.deployment import tensor_leaves
-from quantizer.export.exporter import Refusal
-from quantizer.export.exporting import refuse, require_extras
-from quantizer.export.hugging_face_folder import model_config, source_folder
-from quantizer.export.model_tensors import state_of
-from quantizer.export.stored_weights import INSERTION_REASON
+from quantizer.export.exporter import Refusal, new_files
+from quantizer.export.hugging_face_folder import model_config
+from quantizer.export.model_tensors import INSERTION_REASON, quantized_layers, state_of
+from quantizer.export.refusals import refuse, require_extras
 from quantizer.graph.ir import Graph, Node
 from quantizer.graph.modules import as_planned, key_in_module, module_graph, parameters_of
 from quantizer.nn.inplace import InPlace
@@ -34,9 +33,6 @@ from quantizer.nn.quantizer import TensorQuantizer
 from quantizer.plan.model import Key
 from quantizer.sources.batches import Batch
 from quantizer.sources.module_state import evaluating, without_cache
-from quantizer.storage.files import cannot_write
-from quantizer.storage.permission import replacing
-from quantizer.storage.replacing import replaced_folder
 
 # What quantization is assumed to cost where there is no float model to compare with.
 UNKNOWN_LOSS_DB = 23.0
@@ -57,7 +53,11 @@ def export_modules(model: nn.Module, folder: Path, batches: Iterable[Batch]) -> 
     """
     require_extras([TARGET_NAME])
     # These modules need the extra.
-    from quantizer.export.compressed_tensors.exporter import verified_folder, written_folder
+    from quantizer.export.compressed_tensors.exporter import (
+        CompressedTensorsExporter,
+        verified_folder,
+        written_folder,
+    )
     from quantizer.export.transformers_verify import ExpectedCall
 
     checkpoint = _checkpoint_of_modules(model)
@@ -73,19 +73,10 @@ def export_modules(model: nn.Module, folder: Path, batches: Iterable[Batch]) -> 
             outputs = [leaf.cpu() for leaf in leaves]
             yield ExpectedCall(on_cpu.args, on_cpu.kwargs, outputs)
 
-    source = source_folder(model)
-    sources = [] if source is None else [source]
-    try:
-        with (
-            evaluating(model),
-            without_cache(model),
-            replacing(inputs=sources),
-            replaced_folder(folder) as new,
-        ):
-            written = written_folder(checkpoint, model, new)
-            return verified_folder(written, calls(), UNKNOWN_LOSS_DB)
-    except OSError as error:
-        raise cannot_write(folder, error) from error
+    exporter = CompressedTensorsExporter()
+    with evaluating(model), without_cache(model), new_files(exporter, folder, model) as new:
+        written = written_folder(checkpoint, model, new)
+        return verified_folder(written, calls(), UNKNOWN_LOSS_DB)
 
 
 def _checkpoint_of_modules(model: nn.Module) -> CompressedCheckpoint:
@@ -95,27 +86,22 @@ def _checkpoint_of_modules(model: nn.Module) -> CompressedCheckpoint:
         ModelError: it has none.
         UsageError: the format cannot say how one is quantized.
     """
-    modules = model.named_modules()
-    quantized = {path: module for path, module in modules if isinstance(module, InPlace)}
-    if not quantized:
-        raise ModelError(
-            "the model has no quantized layer",
-            help="call ModelQuantizer(config).quantize_model first",
-        )
+    quantized = quantized_layers(model)
     graph = module_graph(model)
     specs = _specs(graph, quantized)
     placement = place_codes(graph, specs)
     refuse(f"<--deploy {TARGET_NAME}>", [*_insertion_refusals(quantized), *placement.refusals])
-    layers: dict[str, CompressedLayer] = {}
-    for name, node in placement.linears.items():
-        layers[node.scope] = _layer(quantized[node.scope], name, placement)
+    layers = {
+        node.scope: _layer(quantized[node.scope], name, placement)
+        for name, node in placement.linears.items()
+    }
     prefixes = tuple(f"{path}.quantizers." for path in quantized)
     state = state_of(model).items()
     tensors = {name: tensor for name, tensor in state if not name.startswith(prefixes)}
-    stacks: dict[str, QuantizedTensor] = {}
-    for node in placement.experts.values():
-        path = node.params["weight"].partition("@")[0]
-        stacks[path] = _stack(quantized[node.scope], node)
+    stacks = {
+        node.params["weight"].partition("@")[0]: _stack(quantized[node.scope], node)
+        for node in placement.experts.values()
+    }
     remarks = [*float_remarks(specs, placement), *build_remarks(specs, placement)]
     return with_experts(
         complete_checkpoint(layers, tensors, remarks, model, graph), model, stacks
@@ -131,13 +117,12 @@ def _specs(graph: Graph, quantized: Mapping[str, InPlace]) -> dict[Key, Quantiza
             role = parameter_role(parameter)
             keys[node.scope, role_in_module(node, role)] = (node.name, role)
             names[node.scope] = node.name
-    specs: dict[Key, QuantizationSpec] = {}
-    for path, module in quantized.items():
-        for role, quantizer in module.quantizers.items():
-            if isinstance(quantizer, TensorQuantizer):
-                key = keys.get((path, role), (names[path], role))
-                specs[key] = quantizer.spec
-    return specs
+    return {
+        keys.get((path, role), (names[path], role)): quantizer.spec
+        for path, module in quantized.items()
+        for role, quantizer in module.quantizers.items()
+        if isinstance(quantizer, TensorQuantizer)
+    }
 
 
 def _insertion_refusals(quantized: Mapping[str, InPlace]) -> Iterator[Refusal]:

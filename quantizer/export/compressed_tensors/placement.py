@@ -12,8 +12,7 @@ from itertools import takewhile
 from quantizer.config.model import CAST_ONLY, QuantizationSpec
 from quantizer.config.roles import base_role, is_parameter
 from quantizer.export.compressed_tensors.cache import cache_refusals, cached_keys
-from quantizer.export.compressed_tensors.experts import are_stored_as_one
-from quantizer.export.compressed_tensors.fusing import fused_refusals
+from quantizer.export.compressed_tensors.engine_layers import are_stored_as_one, fused_refusals
 from quantizer.export.compressed_tensors.schemes import FP4_FORMATS, scale_difference
 from quantizer.export.exporter import Reason, Refusal
 from quantizer.export.limits import (
@@ -22,9 +21,9 @@ from quantizer.export.limits import (
     SCALES_OF_OUTPUTS,
     Limit,
     beyond,
+    is_symmetric,
 )
-from quantizer.export.model_tensors import family_of
-from quantizer.export.stored_weights import insertion_refusals, is_symmetric, value_refusal
+from quantizer.export.model_tensors import family_of, insertion_refusals, value_refusal
 from quantizer.graph.ir import Graph, Node
 from quantizer.graph.passes.linear_layers import TRANSPOSED
 from quantizer.plan.model import Key, TensorSpecs
@@ -50,7 +49,13 @@ _BYTES = ("int", "fp8_e4m3")
 _PER_TOKEN = "set its qscheme to per_token, with ch_axis -1"
 _WEIGHT_LIMITS = (
     Limit(
-        lambda spec: spec.dtype != "fp4" or _is_known_fp4(spec),
+        lambda spec: (
+            spec.dtype != "fp4"
+            or (
+                (spec.qscheme, spec.ch_axis) == ("per_group", 1)
+                and (spec.group_size, spec.scale_type) in FP4_FORMATS
+            )
+        ),
         "is fp4, but not in groups of 32 inputs with shared exponents (mxfp4) or of 16 with "
         "e4m3 scales (nvfp4)",
         'set its group_size to 16 and its scale_format to "e4m3"',
@@ -68,7 +73,10 @@ _WEIGHT_LIMITS = (
     SCALES_OF_OUTPUTS,
     GROUPS_OF_INPUTS,
     Limit(
-        lambda spec: (spec.dtype, spec.qscheme) != ("fp8_e4m3", "per_group") or _is_mx(spec),
+        lambda spec: (
+            (spec.dtype, spec.qscheme) != ("fp8_e4m3", "per_group")
+            or (spec.scale_type, spec.group_size) == ("e8m0", 32)
+        ),
         "is {spec.dtype} in groups, which readers have with shared exponents for 32 inputs "
         "only (mxfp8)",
         "set its qscheme to per_channel, per_block or per_tensor",
@@ -105,17 +113,6 @@ _EXPERT_LIMITS = (
         _EXPERT_FORMATS,
     ),
 )
-
-
-def _is_known_fp4(spec: QuantizationSpec) -> bool:
-    """Return whether fp4 weights are mxfp4 or nvfp4."""
-    is_along_inputs = spec.qscheme == "per_group" and spec.ch_axis == 1
-    return is_along_inputs and (spec.group_size, spec.scale_type) in FP4_FORMATS
-
-
-def _is_mx(spec: QuantizationSpec) -> bool:
-    """Return whether 32 values share an exponent."""
-    return (spec.scale_type, spec.group_size) == ("e8m0", 32)
 
 
 @dataclass(frozen=True)
@@ -394,9 +391,14 @@ def _range_refusal(spec: QuantizationSpec, is_along_features: bool) -> Reason | 
 
 
 def _is_own_linear(graph: Graph, node: Node) -> bool:
-    """Return whether a node is a linear module with a weight that no other module uses."""
+    """Return whether a node is a linear module with a weight that no other module uses.
+
+    Readers take a module for a linear one by its class, or by the name of a subclass, as of
+    FalconLinear.
+    """
     path = node.params.get("weight")
-    if not node.is_multiplying or not is_linear_class(node):
+    is_linear = bool(node.classes) and node.classes[0].endswith(_LINEAR_NAME)
+    if not node.is_multiplying or not is_linear:
         return False
     if path != f"{node.scope}.weight":
         return False
@@ -432,10 +434,3 @@ def _equal_at_end(first: Sequence[str], second: Sequence[str]) -> int:
     """
     pairs = zip(reversed(first), reversed(second), strict=False)
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
-
-
-def is_linear_class(node: Node) -> bool:
-    """Return whether readers take a layer's module for a linear one: by its class, or by the
-    name of a subclass, as of FalconLinear.
-    """
-    return bool(node.classes) and node.classes[0].endswith(_LINEAR_NAME)

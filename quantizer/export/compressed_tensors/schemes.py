@@ -11,7 +11,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from quantizer.config.model import QuantizationSpec
-from quantizer.export.stored_weights import is_symmetric, scales_by_row
+from quantizer.export.limits import is_symmetric
+from quantizer.export.model_tensors import scales_by_row
 from quantizer.nn.quantized_tensor import QuantizedTensor
 from quantizer.numerics.codes import pack, pack_bits
 from quantizer.numerics.qparams import qparams_from_range
@@ -96,21 +97,6 @@ class CompressedLayer:
         return tensors
 
 
-def engine_words(weight: QuantizationSpec, inputs: QuantizationSpec | None) -> tuple[Any, ...]:
-    """Return what must be equal in layers that an engine fuses.
-
-    Args:
-        weight: the spec of a layer's weight.
-        inputs: the spec of its input, None if that stays float.
-    """
-    words: list[Any] = []
-    for spec in (weight, inputs):
-        if spec is not None:
-            words += [spec.dtype, spec.bit_width, is_symmetric(spec), spec.is_dynamic]
-            words += [spec.qscheme, spec.group_size, spec.scale_type]
-    return tuple(words)
-
-
 def _weight_scheme(spec: QuantizationSpec, scale: Tensor) -> dict[str, Any]:
     """Return the entry of the config that says how a weight is quantized."""
     is_usual = 0 < (spec.group_size or 0) <= _LARGEST_GROUP
@@ -128,7 +114,7 @@ def _weight_scheme(spec: QuantizationSpec, scale: Tensor) -> dict[str, Any]:
         scheme["block_structure"] = [spec.group_size, spec.group_size]
     elif spec.qscheme == "per_tensor" and spec.dtype != "int":
         scheme["strategy"] = "tensor"
-    return scheme | _scale_dtypes(spec)
+    return scheme
 
 
 def _input_scheme(spec: QuantizationSpec) -> dict[str, Any]:
@@ -138,21 +124,18 @@ def _input_scheme(spec: QuantizationSpec) -> dict[str, Any]:
         scheme["strategy"] = "tensor_group"
     if spec.qscheme == "per_group":
         scheme["group_size"] = spec.group_size
-    return scheme | _scale_dtypes(spec)
-
-
-def _scale_dtypes(spec: QuantizationSpec) -> dict[str, str]:
-    """Return the types of scales that a group has in few bits; nothing for float scales."""
-    dtype = _SCALE_DTYPES.get(spec.scale_type)
-    if dtype is None or spec.dtype == "int" or spec.qscheme != "per_group":
-        return {}
-    return {"scale_dtype": dtype, "zp_dtype": dtype}
+    return scheme
 
 
 def _common_scheme(spec: QuantizationSpec) -> dict[str, Any]:
     bits = {"int": spec.bit_width, "fp8_e4m3": 8, "fp4": 4}[spec.dtype]
     kind = "int" if spec.dtype == "int" else "float"
-    return {"num_bits": bits, "type": kind, "symmetric": is_symmetric(spec)}
+    scheme = {"num_bits": bits, "type": kind, "symmetric": is_symmetric(spec)}
+    # Of scales that a group has in few bits
+    dtype = _SCALE_DTYPES.get(spec.scale_type)
+    if dtype is not None and spec.dtype != "int" and spec.qscheme == "per_group":
+        scheme |= {"scale_dtype": dtype, "zp_dtype": dtype}
+    return scheme
 
 
 def _packed_layout(weight: QuantizedTensor, codes: Tensor) -> dict[str, Tensor]:

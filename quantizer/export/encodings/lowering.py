@@ -1,24 +1,25 @@
 """Turns a translated network with marks into a float network and encodings by tensor names."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
 
 from quantizer.config.roles import is_parameter
-from quantizer.export.encodings.document import TensorEncoding
-from quantizer.export.encodings.rules import encoded_bits
+from quantizer.export.encodings.document import TensorEncoding, encoded_bits
 from quantizer.export.onnx.builder import (
     NodeBuilder,
     add_initializer,
     array_of,
     make_names_unique,
+    nodes_of,
+    operand,
     redirect,
     remove_node,
 )
-from quantizer.export.onnx.marks import MULTIPLYING, Lowering, is_mark, marks_of
+from quantizer.export.onnx.lowering import MULTIPLYING, Lowering, is_mark, marks_of
 from quantizer.graph.names import path_names
 from quantizer.nn.quantized_tensor import QuantizedTensor
 
@@ -56,27 +57,20 @@ _FUSED = frozenset(
 _DIMENSIONS_IN_3D = 5
 _PREFIX = "network."
 _TRANSPOSED = ".transposed"
+_Encodings = dict[ir.Value, TensorEncoding]
+"""Those of values."""
 
 
-@dataclass(frozen=True)
-class EncodedNetwork:
-    """The encodings of a network.
-
-    Attributes:
-        unencoded: layers with quantized weights that no encoding fits. The network has their
-            rounded values all the same.
-    """
-
-    encodings: tuple[TensorEncoding, ...]
-    unencoded: tuple[str, ...]
-
-
-def lower_to_encodings(model: ir.Model, lowering: Lowering) -> EncodedNetwork:
-    """Remove all marks and return the encodings, parameters after activations.
+def lower_to_encodings(
+    model: ir.Model, lowering: Lowering
+) -> tuple[list[TensorEncoding], list[str]]:
+    """Remove all marks and return the encodings, parameters after activations, and the layers
+    with quantized weights that no encoding fits. The network has their rounded values all the
+    same.
 
     Tensors with encodings are called after their layers, and initializers after parameters.
     """
-    parameters: dict[ir.Value, TensorEncoding] = {}
+    parameters: _Encodings = {}
     unencoded: list[str] = []
     for mark in marks_of(model.graph):
         (layer, role), tensor = lowering.marked(mark)
@@ -85,7 +79,7 @@ def lower_to_encodings(model: ir.Model, lowering: Lowering) -> EncodedNetwork:
             parameters |= encodings
             if not encodings:
                 unencoded.append(layer)
-    activations: dict[ir.Value, TensorEncoding] = {}
+    activations: _Encodings = {}
     for node in list(model.graph):
         if is_mark(node):
             _place_activation(node, lowering, activations)
@@ -97,25 +91,22 @@ def lower_to_encodings(model: ir.Model, lowering: Lowering) -> EncodedNetwork:
     constants = _clip_bounds(model.graph, activations)
     _rename_initializers(model.graph, lowering)
     make_names_unique(model.graph)
-    named: list[TensorEncoding] = []
-    for value, encoding in (activations | constants | parameters).items():
-        assert value.name is not None
-        named.append(replace(encoding, name=value.name))
-    return EncodedNetwork(tuple(named), tuple(unencoded))
+    named = [
+        replace(encoding, name=str(value.name))
+        for value, encoding in (activations | constants | parameters).items()
+    ]
+    return named, unencoded
 
 
-def _parameter_encodings(
-    mark: ir.Node, tensor: QuantizedTensor
-) -> dict[ir.Value, TensorEncoding]:
+def _parameter_encodings(mark: ir.Node, tensor: QuantizedTensor) -> _Encodings:
     """Remove the mark of a weight and return the encodings of the initializers that are left.
 
     Transposes are computed, so that operators read initializers.
     """
-    weight = mark.inputs[0]
+    weight = operand(mark)
     result = mark.outputs[0]
-    assert weight is not None
     encoding = _encoding_of_weight(tensor)
-    encodings: dict[ir.Value, TensorEncoding] = {}
+    encodings: _Encodings = {}
     for reader, index in list(result.uses()):
         if reader.op_type != "Transpose" or reader.outputs[0].is_graph_output():
             reader.replace_input_with(index, weight)
@@ -126,13 +117,13 @@ def _parameter_encodings(
         remove_node(reader)
         encodings[moved] = _moved(encoding, axes)
     remove_node(mark)
-    return {value: each for value, each in encodings.items() if _fits(value, each)}
-
-
-def _fits(weight: ir.Value, encoding: TensorEncoding) -> bool:
-    """Return whether all operators that read a weight have the axis of its scales."""
-    readers = weight.consumers()
-    return encoding.axis is None or all(reader.op_type in MULTIPLYING for reader in readers)
+    # All operators that read a weight must have the axis of its scales
+    return {
+        value: each
+        for value, each in encodings.items()
+        if each.axis is None
+        or all(reader.op_type in MULTIPLYING for reader in value.consumers())
+    }
 
 
 def _transposed(node: ir.Node, weight: ir.Value) -> tuple[ir.Value, tuple[int, ...]]:
@@ -202,17 +193,14 @@ def _encoding_of_activation(tensor: QuantizedTensor) -> TensorEncoding:
     return TensorEncoding("", spec.bit_width, False, scale, zero_point)
 
 
-def _place_activation(
-    mark: ir.Node, lowering: Lowering, activations: dict[ir.Value, TensorEncoding]
-) -> None:
+def _place_activation(mark: ir.Node, lowering: Lowering, activations: _Encodings) -> None:
     """Remove the mark of an activation. The value before it gets the encoding.
 
     Where others read that value as it is, an Identity gets the encoding.
     """
     (layer, role), tensor = lowering.marked(mark)
-    source = mark.inputs[0]
+    source = operand(mark)
     result = mark.outputs[0]
-    assert source is not None
     encoding = _encoding_of_activation(tensor)
     earlier = activations.get(source)
     is_free = earlier is None and not _has_other_readers(source, encoding, lowering)
@@ -236,7 +224,7 @@ def _place_activation(
 
 
 def _quantize_before(
-    graph: ir.Graph, activations: dict[ir.Value, TensorEncoding], operators: Sequence[str]
+    graph: ir.Graph, activations: _Encodings, operators: Sequence[str]
 ) -> None:
     """Give values that only one of these operators reads the encoding of what it makes, where
     readers quantize both.
@@ -244,8 +232,8 @@ def _quantize_before(
     Codes are the same before and after a concatenation. Rounding is monotone, and zero has a
     code, so they are the same behind Relu and Clip, too.
     """
-    for node in graph:
-        encoding = activations.get(node.outputs[0]) if node.op_type in operators else None
+    for node in nodes_of(graph, *operators):
+        encoding = activations.get(node.outputs[0])
         sources = node.inputs[:1] if node.op_type in _CUTTING else node.inputs
         for source in sources:
             if encoding is None or source is None or source in activations:
@@ -273,16 +261,14 @@ def _is_fused(node: ir.Node, cut: ir.Node) -> bool:
     return len(weight.shape) != _DIMENSIONS_IN_3D and not is_depthwise
 
 
-def _clip_bounds(
-    graph: ir.Graph, activations: Mapping[ir.Value, TensorEncoding]
-) -> dict[ir.Value, TensorEncoding]:
+def _clip_bounds(graph: ir.Graph, activations: _Encodings) -> _Encodings:
     """Return encodings for the bounds of Clip operators before an encoded value.
 
     aimet-onnx quantizes all inputs of operators, these too. The encodings keep their values.
     """
-    bounds: dict[ir.Value, TensorEncoding] = {}
-    for node in graph:
-        encoding = activations.get(node.outputs[0]) if node.op_type == "Clip" else None
+    bounds: _Encodings = {}
+    for node in nodes_of(graph, "Clip"):
+        encoding = activations.get(node.outputs[0])
         for value in node.inputs[1:]:
             array = array_of(value)
             if encoding is None or value is None or array is None or not np.isfinite(array):
@@ -314,7 +300,7 @@ def _has_other_readers(source: ir.Value, encoding: TensorEncoding, lowering: Low
 
 
 def _is_repeated_value(
-    value: ir.Value, encoding: TensorEncoding, activations: Mapping[ir.Value, TensorEncoding]
+    value: ir.Value, encoding: TensorEncoding, activations: _Encodings
 ) -> bool:
     """Return whether a value only moves values that have the same encoding already."""
     node = value.producer()
@@ -335,12 +321,13 @@ def _is_nearest(node: ir.Node) -> bool:
 
 def _rename_initializers(graph: ir.Graph, lowering: Lowering) -> None:
     """Call initializers after the parameters of the user's model."""
-    paths: dict[str, str] = {}
     network = lowering.network
-    for layer, module in network.module_names.items():
-        for parameter, path in network.graph.by_name[layer].params.items():
-            # A weight that several layers share has a copy for each of them.
-            paths[f"{_PREFIX}{module}.{parameter}"] = path.partition("@")[0]
+    # A weight that several layers share has a copy for each of them.
+    paths = {
+        f"{_PREFIX}{module}.{parameter}": path.partition("@")[0]
+        for layer, module in network.module_names.items()
+        for parameter, path in network.graph.by_name[layer].params.items()
+    }
     for name in list(graph.initializers):
         stem = name.removesuffix(_TRANSPOSED)
         path = paths.get(stem, "")

@@ -78,9 +78,8 @@ def setting_keys(family: Family, config: Any) -> dict[str, GgufValue]:
     """Return the keys of a config that is supported."""
     size = head_size(config)
     heads = config.num_attention_heads
-    values: dict[str, Any] = {}
-    for key, field in {**_GENERAL_KEYS, **family.keys}.items():
-        values[key] = getattr(config, field)
+    fields = {**_GENERAL_KEYS, **family.keys}
+    values: dict[str, Any] = {key: getattr(config, field) for key, field in fields.items()}
     stated = [getattr(config, field, None) for field in _WIDTH_FIELDS]
     widths = [_WIDENING * config.hidden_size, *filter(None, stated)]
     values |= {

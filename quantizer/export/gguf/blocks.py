@@ -11,8 +11,14 @@ from torch import Tensor
 
 from quantizer.config.model import QuantizationSpec
 from quantizer.export.exporter import Reason
-from quantizer.export.limits import GROUPS_OF_INPUTS, SCALES_OF_OUTPUTS, Limit, beyond
-from quantizer.export.stored_weights import is_symmetric, scales_by_row
+from quantizer.export.limits import (
+    GROUPS_OF_INPUTS,
+    SCALES_OF_OUTPUTS,
+    Limit,
+    beyond,
+    is_symmetric,
+)
+from quantizer.export.model_tensors import scales_by_row
 from quantizer.nn.quantized_tensor import QuantizedTensor
 from quantizer.numerics.codes import pack_bits
 from quantizer.numerics.formats import format_named
@@ -79,10 +85,8 @@ def block_type(spec: QuantizationSpec) -> BlockType | None:
     """
     if spec.dtype != "int":
         return _TYPES_OF_FORMATS.get(spec.dtype)
-    for kind in BLOCK_TYPES:
-        if kind.has_minimum != is_symmetric(spec) and kind.bits >= spec.bit_width:
-            return kind
-    return None
+    kinds = [kind for kind in BLOCK_TYPES if kind.has_minimum != is_symmetric(spec)]
+    return next((kind for kind in kinds if kind.bits >= spec.bit_width), None)
 
 
 def block_refusal(spec: QuantizationSpec, inputs: int) -> Reason | None:

@@ -3,7 +3,7 @@
 Weights are blocks of codes, activations are float.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -30,12 +30,14 @@ from quantizer.export.model_tensors import (
     CHANGE_REMEDY,
     cannot_store,
     first_names,
+    insertion_refusals,
     model_of,
     parameter_values,
     state_of,
+    value_refusal,
     with_scales_of_file,
+    without_codes,
 )
-from quantizer.export.stored_weights import insertion_refusals, value_refusal
 from quantizer.export.transformers_verify import (
     READER_HELP,
     ExpectedCall,
@@ -137,11 +139,7 @@ class GgufExporter(Exporter[GgufFile]):
 
     def verify(self, deployment: Deployment, written: GgufFile) -> Verification:
         """Compare what transformers computes with test mode."""
-        calls = expected_calls(deployment, written.network)
-        by_template = deployment.choice("gguf_template") != ""
-        generates = model_of(deployment, _TARGET).can_generate()  # type: ignore[operator]
-        auto_class = "AutoModelForCausalLM" if generates else "AutoModel"
-        verification = _verified(written, calls, auto_class, by_template=by_template)
+        verification = _verified(written, deployment)
         return replace(verification, remarks=(*written.remarks, *verification.remarks))
 
 
@@ -159,8 +157,7 @@ def _blocks(
         tensor = solution.tensors[layer, "weights"]
         name = names[node.params["weight"].partition("@")[0]]
         if tensor.codes is None:
-            why = f"no codes give the weight of {layer} back exactly"
-            raise cannot_store(_TARGET, why, "leave it out of the algorithms")
+            raise without_codes(_TARGET, layer)
         if name in blocks and not torch.equal(blocks[name].decoded(), tensor.decoded()):
             why = f"{layer} has other codes than another use of its weight"
             raise cannot_store(_TARGET, why, CHANGE_REMEDY)
@@ -237,19 +234,12 @@ def _is_matrix(graph: Graph, node: Node) -> bool:
     return weight.dim() == 2
 
 
-def _verified(
-    written: GgufFile, calls: Iterable[ExpectedCall], auto_class: str, *, by_template: bool
-) -> Verification:
+def _verified(written: GgufFile, deployment: Deployment) -> Verification:
     """Compare the outputs of a file, loaded by transformers, with test mode's over all calls.
 
     If transformers cannot load the architecture, the tensors are compared instead, as the
     package gguf reads them. This is so for templates, and for families whose files it does not
     read by itself.
-
-    Args:
-        written: the file.
-        calls: of the model, with what test mode gives for them.
-        by_template: whether the keys are those of a file that an engine has loaded before.
 
     Raises:
         VerificationError: transformers cannot load or run it, or its outputs differ; or a
@@ -257,6 +247,8 @@ def _verified(
     """
     file, config = written.path, written.outline.config
     reader = f"transformers {transformers.__version__} with gguf"
+    generates = model_of(deployment, _TARGET).can_generate()  # type: ignore[operator]
+    auto_class = "AutoModelForCausalLM" if generates else "AutoModel"
     dtype = next(iter(written.values.values())).dtype
     settings: dict[str, Any] = {"dtype": dtype, "gguf_file": file.name}
     if config is not None:
@@ -270,13 +262,15 @@ def _verified(
         return module
 
     try:
+        calls = expected_calls(deployment, written.network)
         return verify_calls(load, calls, 0.0, file.name, is_exact=True)
     except VerificationError:
         raise
     except Exception as error:
         reason = first_line(error).rstrip(".")
         why = f"{reader} cannot run it: {type(error).__name__}: {reason}"
-        if not by_template and config is None:
+        # An engine has loaded a file with the keys of a template before
+        if not deployment.choice("gguf_template") and config is None:
             raise VerificationError(
                 f"{file.name} is not written: {why}", help=READER_HELP
             ) from error

@@ -126,9 +126,8 @@ def _template_keys(folder: Path) -> dict[str, GgufValue]:
 
     As in transformers, files of templates go before those in tokenizer_config.json.
     """
-    templates: dict[str, str] = {}
-    for path in sorted((folder / _TEMPLATE_FOLDER).glob(f"*{_TEMPLATE_ENDING}")):
-        templates[path.stem] = read_text(path, DataError)
+    paths = sorted((folder / _TEMPLATE_FOLDER).glob(f"*{_TEMPLATE_ENDING}"))
+    templates = {path.stem: read_text(path, DataError) for path in paths}
     default = folder / f"chat_template{_TEMPLATE_ENDING}"
     if default.is_file():
         templates[_DEFAULT] = read_text(default, DataError)

@@ -1,6 +1,5 @@
 """Writes the gptq target, a Hugging Face folder for engines that read checkpoints of GPTQ."""
 
-import logging
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -25,10 +24,20 @@ from quantizer.export.compressed_tensors.schemes import as_unsigned, pack_words
 from quantizer.export.deployment import Deployment
 from quantizer.export.exporter import Reason, Refusal
 from quantizer.export.hugging_face_folder import write_folder
-from quantizer.export.limits import Limit, beyond
-from quantizer.export.model_tensors import cannot_store, model_of, with_scales_of_file
-from quantizer.export.stored_weights import is_symmetric, scales_by_row
-from quantizer.export.transformers_verify import ExpectedCall, expected_calls, verify_calls
+from quantizer.export.limits import Limit, beyond, is_symmetric
+from quantizer.export.model_tensors import (
+    cannot_store,
+    model_of,
+    scales_by_row,
+    with_scales_of_file,
+    without_codes,
+)
+from quantizer.export.transformers_verify import (
+    ExpectedCall,
+    expected_calls,
+    silenced,
+    verify_calls,
+)
 from quantizer.graph.ir import Graph, Node
 from quantizer.nn.network import Network
 from quantizer.nn.quantized_tensor import QuantizedTensor
@@ -68,27 +77,14 @@ _OTHER_SCHEME = (
 _ALIKE_HELP = "quantize all linear layers alike, or exclude some"
 
 
-@dataclass(frozen=True)
-class GptqScheme:
-    """What all layers of a checkpoint have in common.
-
-    Attributes:
-        bits: the width of codes.
-        group_size: how many inputs share a scale; -1 for whole rows.
-        symmetric: whether all zero points are in the middle of the codes.
-    """
-
-    bits: int
-    group_size: int
-    symmetric: bool
-
-    @classmethod
-    def of(cls, spec: QuantizationSpec) -> "GptqScheme":
-        """Return the scheme of a weight."""
-        group_size = WHOLE_ROWS
-        if spec.qscheme == "per_group" and spec.group_size is not None:
-            group_size = spec.group_size
-        return cls(spec.bit_width, group_size, is_symmetric(spec))
+def _scheme(spec: QuantizationSpec) -> dict[str, Any]:
+    """Return the settings that all layers of a checkpoint have in common, for a weight."""
+    group_size = spec.group_size if spec.qscheme == "per_group" else None
+    return {
+        "bits": spec.bit_width,
+        "group_size": WHOLE_ROWS if group_size is None else group_size,
+        "sym": is_symmetric(spec),
+    }
 
 
 def gptq_refusals(graph: Graph, specs: TensorSpecs) -> Iterator[Refusal]:
@@ -130,7 +126,7 @@ def _weight_refusal(graph: Graph, node: Node, spec: QuantizationSpec) -> Reason 
 
 def _other_schemes(linears: Mapping[str, Node], specs: TensorSpecs) -> Iterator[Refusal]:
     """Yield a refusal for each layer that has another scheme than the first."""
-    schemes = {layer: GptqScheme.of(specs[layer, "weights"]) for layer in linears}
+    schemes = {layer: _scheme(specs[layer, "weights"]) for layer in linears}
     for layer, scheme in schemes.items():
         if scheme != next(iter(schemes.values())):
             yield Refusal(_OTHER_SCHEME, _ALIKE_HELP, layer, "weights")
@@ -151,8 +147,7 @@ def layer_tensors(path: str, weight: QuantizedTensor) -> dict[str, Tensor]:
     """
     spec = weight.spec
     if weight.codes is None:
-        why = f"no codes give the weight of {path} back exactly"
-        raise cannot_store(TARGET_NAME, why, "leave it out of the algorithms")
+        raise without_codes(TARGET_NAME, path)
     codes = as_unsigned(weight.codes, spec)
     scale = scales_by_row(weight.scale, codes)
     zero_point = scales_by_row(weight.zero_point, codes)
@@ -173,11 +168,6 @@ def layer_tensors(path: str, weight: QuantizedTensor) -> dict[str, Tensor]:
         "scales": scale.t().to(weight.dtype).contiguous(),
         "g_idx": (torch.arange(inputs) // group_size).int(),
     }
-
-
-def with_stored_scales(weight: QuantizedTensor) -> QuantizedTensor:
-    """Return a weight with the scales of the file, which are in the model's dtype."""
-    return replace(weight, scale=weight.scale.to(weight.dtype).float())
 
 
 @dataclass(frozen=True)
@@ -204,7 +194,13 @@ class GptqExporter(CheckpointExporter[GptqFolder]):
         if self.refusals(graph, solution.specs, -1):
             return solution
         layers = place_codes(graph, solution.specs).linears
-        return with_scales_of_file(graph, solution, layers, with_stored_scales)
+
+        return with_scales_of_file(
+            graph,
+            solution,
+            layers,
+            lambda weight: replace(weight, scale=weight.scale.to(weight.dtype).float()),
+        )
 
     @contextmanager
     def write(self, deployment: Deployment, path: Path) -> Iterator[GptqFolder]:
@@ -237,7 +233,8 @@ class GptqExporter(CheckpointExporter[GptqFolder]):
 
         def load(call: ExpectedCall) -> nn.Module:
             """Return the network that transformers reads from the folder."""
-            with _without_remarks():
+            # It says something to users who give the folder as a model
+            with silenced(loader.__name__):
                 return loader.load_hugging_face(written.path)
 
         calls = expected_calls(deployment, written.network)
@@ -254,13 +251,10 @@ def _settings(checkpoint: CompressedCheckpoint) -> dict[str, Any]:
     which those that begin with a minus stay float.
     """
     first = next(iter(checkpoint.layers.values()))
-    scheme = GptqScheme.of(first.weight.spec)
     settings: dict[str, Any] = {
         "quant_method": _FORM,
         "checkpoint_format": _FORM,
-        "bits": scheme.bits,
-        "group_size": scheme.group_size,
-        "sym": scheme.symmetric,
+        **_scheme(first.weight.spec),
         "desc_act": False,
         "lm_head": checkpoint.head in checkpoint.layers,
         "pack_dtype": "int32",
@@ -270,15 +264,3 @@ def _settings(checkpoint: CompressedCheckpoint) -> dict[str, Any]:
     if floats:
         settings["dynamic"] = floats
     return settings
-
-
-@contextmanager
-def _without_remarks() -> Iterator[None]:
-    """Suppress what reading says to users who give the folder as a model."""
-    logger = logging.getLogger(loader.__name__)
-    level = logger.level
-    logger.setLevel(logging.CRITICAL)
-    try:
-        yield
-    finally:
-        logger.setLevel(level)

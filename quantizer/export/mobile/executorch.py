@@ -2,7 +2,7 @@
 
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 from torch import Tensor
@@ -34,6 +34,7 @@ from quantizer.export.mobile.rewrites import (
     write_softplus,
 )
 from quantizer.export.programs.coded import ProgramForm
+from quantizer.graph.ir import Call
 from quantizer.option_words import Sentence
 
 ORIGIN_METHOD = "quantizer"
@@ -87,7 +88,7 @@ class ExecutorchExporter(MobileExporter):
 
     def most_samples(self, deployment: Deployment) -> int | None:
         """Return the largest batch: that of the option, else that of the first call."""
-        first = batch_size(deployment.graph, (deployment.args, deployment.kwargs))
+        first = batch_size(deployment.graph, deployment.call)
         text = deployment.choice(_BATCH)
         if first is None or not text:
             return first
@@ -116,14 +117,13 @@ class ExecutorchExporter(MobileExporter):
         """Return a call of the program in ExecuTorch's runtime."""
         method = _method(written.content)
 
-        def run(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Tensor]:
+        def run(call: Call) -> list[Tensor]:
             """Return the outputs of a call, as copies."""
-            _require_small(written, (args, kwargs))
-            inputs: list[Any] = []
-            for leaf in pytree.tree_leaves((args, dict(kwargs))):
-                if isinstance(leaf, Tensor):
-                    leaf = leaf.contiguous()
-                inputs.append(leaf)
+            _require_small(written, call)
+            inputs = [
+                leaf.contiguous() if isinstance(leaf, Tensor) else leaf
+                for leaf in pytree.tree_leaves(call)
+            ]
             # The outputs lie in memory that the next call overwrites.
             return [output.clone() for output in tensor_leaves(method.execute(inputs))]
 
@@ -145,7 +145,7 @@ def _method(content: bytes) -> Any:
     return Runtime.get().load_program(content).load_method("forward")
 
 
-def _require_small(written: MobileFile, call: Any) -> None:
+def _require_small(written: MobileFile, call: Call) -> None:
     """Raise `VerificationError` if a batch is larger than the file takes."""
     size = batch_size(written.tested.graph, call)
     if size is None or written.most_samples is None or size <= written.most_samples:
@@ -189,9 +189,9 @@ def _size_remarks(source: MobileProgram) -> list[str]:
 
 def _outside_remarks(program: ExportedProgram) -> list[str]:
     """Return a sentence on the operators that XNNPACK does not compute."""
-    inside = 0
-    for part in _delegated(program):
-        inside += sum(node.op == "call_function" for node in part.graph.nodes)
+    inside = sum(
+        node.op == "call_function" for part in _delegated(program) for node in part.graph.nodes
+    )
     inputs = program.graph_signature.user_inputs
     outside: Counter[str] = Counter()
     for node in program.graph.nodes:

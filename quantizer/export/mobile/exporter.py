@@ -20,18 +20,17 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from quantizer.calibration.solution import Solution
 from quantizer.config.roles import is_parameter
-from quantizer.errors import VerificationError, first_line
-from quantizer.export.acceptance import Outputs, verified_calls
+from quantizer.errors import first_line
+from quantizer.export.acceptance import Outputs, failures_named, verified_calls
 from quantizer.export.agreement import Verification
-from quantizer.export.arithmetic.biases import BiasForm, with_runtime_biases
-from quantizer.export.arithmetic.operands import quantized_apart
+from quantizer.export.arithmetic import BiasForm, quantized_apart, with_runtime_biases
 from quantizer.export.deployment import Deployment
 from quantizer.export.exporter import Exporter, Refusal
-from quantizer.export.kernels import Kernels
-from quantizer.export.lone_layers import lone_programs
 from quantizer.export.mobile.kernels import DOUBTFUL, MobileEngine
+from quantizer.export.performance import Kernels
 from quantizer.export.programs.coded import ProgramForm, coded_program
-from quantizer.graph.ir import Graph, Node, references
+from quantizer.export.programs.program import lone_programs
+from quantizer.graph.ir import Call, Graph, Node, references
 from quantizer.graph.tracing.batch_axes import axes_of_graph, has_open_batch, samples_in
 from quantizer.graph.tracing.trace import quiet
 from quantizer.nn.network import Execution
@@ -141,7 +140,10 @@ class MobileExporter(Exporter[MobileFile]):
             ModelError: torch.export refuses the network.
             UsageError: the largest batch is not a number.
         """
-        graph = _with_longest(deployment.graph)
+        graph = deployment.graph
+        # Memory is planned now for the longest length of each open one: that of the trace
+        lengths = [replace(each, most=each.most or each.traced) for each in graph.lengths]
+        graph = graph.replaced(lengths=tuple(lengths))
         solution = self.as_run(graph, deployment.solution).by_rows()
         tested = fold_constants(replace(deployment, graph=graph, solution=solution))
         graph, solution = tested.graph, tested.solution
@@ -216,21 +218,14 @@ class MobileExporter(Exporter[MobileFile]):
         """
         runners: list[Outputs] = []
 
-        def outputs(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Tensor]:
+        def outputs(call: Call) -> list[Tensor]:
             """Return the outputs of a call in the engine, which the first call starts."""
-            try:
+            remedy = "<--deploy pt2> needs no such engine"
+            with failures_named(self.engine.name, written.name, remedy):
                 if not runners:
                     with quiet():
                         runners.append(self.runner(written))
-                return runners[0](args, kwargs)
-            except VerificationError:
-                raise
-            except Exception as error:
-                why = first_line(error)
-                raise VerificationError(
-                    f"{written.name} is not written: {self.engine.name} cannot run it: {why}",
-                    help="<--deploy pt2> needs no such engine",
-                ) from error
+                return runners[0](call)
 
         verification = verified_calls(
             written.tested,
@@ -264,20 +259,11 @@ def batch_size(graph: Graph, call: Any) -> int | None:
     return samples_in(call, axes_of_graph(graph))
 
 
-def _with_longest(graph: Graph) -> Graph:
-    """Return the graph with a longest length for each open one: that of the trace.
-
-    Memory for it is planned when the file is made.
-    """
-    lengths = [replace(length, most=length.most or length.traced) for length in graph.lengths]
-    return graph.replaced(lengths=tuple(lengths))
-
-
 @torch.no_grad()
 def multiply_adds(deployment: Deployment, layers: Collection[str]) -> dict[str, int]:
     """Return how many multiply-adds each of some layers takes for the deployment's call."""
     network = deployment.network()
-    inputs = network.inputs(deployment.args, deployment.kwargs)
+    inputs = network.inputs(*deployment.call)
     execution = Execution(network, inputs)
     sizes: dict[str, int] = {}
     # The recurrent layers of this library hide their products
@@ -297,14 +283,18 @@ def fold_constants(deployment: Deployment) -> Deployment:
     They have the values of test mode.
     """
     graph = deployment.graph
-    fixed = _fixed_nodes(graph)
+    # The nodes whose values follow from the network's own tensors
+    fixed: set[str] = set()
+    for node in graph.nodes:
+        if node.op != "input" and fixed.issuperset(node.refs()):
+            fixed.add(node.name)
     names = _folded(graph, fixed)
     if not names:
         return deployment
     values: dict[str, Any] = {}
     watchers = {name: partial(_store, values, name) for name in names}
     with torch.no_grad():
-        deployment.network().observe(deployment.args, deployment.kwargs, watchers)
+        deployment.network().observe(*deployment.call, watchers)
     read = set(references(graph.output))
     nodes: list[Node] = []
     for node in reversed(graph.nodes):
@@ -335,26 +325,18 @@ def _of_nodes(solution: Solution, graph: Graph, names: set[str]) -> Solution:
         for key, tensor in solution.tensors.items()
         if key[0] in computing or key in results
     }
-    weights = dict(solution.weights)
-    corrections = dict(solution.corrections)
-    for layer in {*weights, *corrections} - computing:
-        weights.pop(layer, None)
-        corrections.pop(layer, None)
+    weights = {
+        layer: solution.weights[layer] for layer in solution.weights if layer in computing
+    }
+    corrections = {
+        layer: bias for layer, bias in solution.corrections.items() if layer in computing
+    }
     return replace(solution, tensors=tensors, weights=weights, corrections=corrections)
 
 
 def _store(values: dict[str, Any], name: str, value: Any) -> None:
     """Keep a copy of a value by name."""
     values[name] = value.clone()
-
-
-def _fixed_nodes(graph: Graph) -> set[str]:
-    """Return the nodes whose values follow from the network's own tensors."""
-    fixed: set[str] = set()
-    for node in graph.nodes:
-        if node.op != "input" and fixed.issuperset(node.refs()):
-            fixed.add(node.name)
-    return fixed
 
 
 def _folded(graph: Graph, fixed: set[str]) -> set[str]:
@@ -368,8 +350,4 @@ def _folded(graph: Graph, fixed: set[str]) -> set[str]:
         follows = not multiplied.isdisjoint(node.refs())
         if node.row.kind == "mac" or follows:
             multiplied.add(node.name)
-    folded: set[str] = set()
-    for name in multiplied & read:
-        if graph.by_name[name].dtype is not None:
-            folded.add(name)
-    return folded
+    return {name for name in multiplied & read if graph.by_name[name].dtype is not None}

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 import torch
 
 from quantizer.config.roles import is_parameter
-from quantizer.export.arithmetic.operands import layer_input_spec, output_spec
+from quantizer.export.arithmetic import layer_input_spec, output_spec
 from quantizer.export.exporter import Reason, Refusal
-from quantizer.export.kernels import Kernels
 from quantizer.export.limits import HALF_EVEN, Limit, beyond
+from quantizer.export.performance import Kernels
 from quantizer.graph.ir import Graph, Node, Ref
 from quantizer.plan.groups import layout
 from quantizer.plan.layout import Layout
@@ -140,10 +140,11 @@ class MobileEngine:
     def kernels(self, graph: Graph, specs: TensorSpecs) -> Kernels:
         """Return the layers that are multiplied in int8, and the reason for each other one."""
         where = layout(graph)
-        reasons: dict[str, str | None] = {}
-        for node in graph.nodes:
-            if node.row.kind == "mac" and not node.row.scales_channels:
-                reasons[node.name] = self._float_reason(node, graph, specs, where)
+        reasons = {
+            node.name: self._float_reason(node, graph, specs, where)
+            for node in graph.nodes
+            if node.row.kind == "mac" and not node.row.scales_channels
+        }
         floating = {layer: reason for layer, reason in reasons.items() if reason is not None}
         integer = tuple(layer for layer in reasons if layer not in floating)
         return Kernels(integer, floating)
@@ -182,7 +183,10 @@ class MobileEngine:
         if layer_input_spec(node.name, graph, specs) is None:
             return "its input is not quantized"
         reason = _output_reason(node, graph, specs, where)
-        return None if self._gives_floats(node) else reason
+        # A kernel may give floats for a layer with int8 inputs and weights
+        is_plain = not node.row.transposed and node.attrs.get("groups", 1) == 1
+        gives_floats = is_plain and (node.row.spatial or 0) in self.float_axes
+        return None if gives_floats else reason
 
     def _lacks_computed_filters(self, node: Node) -> bool:
         """Return whether a convolution has filters that follow from the input, and the engine
@@ -195,11 +199,6 @@ class MobileEngine:
         # convolution to ExecuTorch's own kernel
         is_in_groups = node.attrs.get("groups", 1) != 1
         return is_in_groups or not self.has_computed_filters
-
-    def _gives_floats(self, node: Node) -> bool:
-        """Return whether a kernel gives floats for a layer with int8 inputs and weights."""
-        has_kernel = not node.row.transposed and node.attrs.get("groups", 1) == 1
-        return has_kernel and (node.row.spatial or 0) in self.float_axes
 
     def with_float_outputs(self, graph: Graph, specs: TensorSpecs) -> frozenset[str]:
         """Return the layers that are multiplied in int8, and whose outputs stay in float."""

@@ -19,7 +19,6 @@ from quantizer.config.wording import listed
 from quantizer.export.acceptance import Outputs
 from quantizer.export.deployment import Deployment, tensor_leaves
 from quantizer.export.exporter import Refusal
-from quantizer.export.kernels import Kernels
 from quantizer.export.mobile.exporter import (
     MobileExporter,
     MobileFile,
@@ -49,6 +48,7 @@ from quantizer.export.mobile.tflite_kernels import (
     drop_factors,
     integer_scales,
 )
+from quantizer.export.performance import Kernels
 from quantizer.export.programs.coded import ProgramForm
 from quantizer.graph.ir import Graph
 from quantizer.graph.tracing.batch_axes import axes_of_graph
@@ -115,7 +115,7 @@ class LitertExporter(MobileExporter):
 
     def most_samples(self, deployment: Deployment) -> int | None:
         """Return one sample: the converter loses a batch dimension that is open."""
-        size = batch_size(deployment.graph, (deployment.args, deployment.kwargs))
+        size = batch_size(deployment.graph, deployment.call)
         return None if size is None else 1
 
     def compile(self, source: MobileProgram, name: str) -> MobileFile:
@@ -149,13 +149,10 @@ class LitertExporter(MobileExporter):
     def runner(self, written: MobileFile) -> Outputs:
         """Return a call of the file in LiteRT's interpreter, with XNNPACK."""
         run = _signature(written.content)
+        # Each sample runs alone, if the file holds one
         outputs_of = _run if written.most_samples is None else _run_apart
 
-        def outputs(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Tensor]:
-            """Return the outputs of a call; of each sample alone, if the file holds one."""
-            return outputs_of(run, written.tested, (args, dict(kwargs)))
-
-        return outputs
+        return lambda call: outputs_of(run, written.tested, call)
 
 
 def _is_float(deployment: Deployment) -> bool:
@@ -258,27 +255,27 @@ def _finished(content: bytes, source: MobileProgram, *, is_open: bool) -> Tflite
 
 def _takes_batches(content: bytes, deployment: Deployment) -> bool:
     """Return whether a file gives for a batch what it gives for each of its samples."""
-    whole = (deployment.args, dict(deployment.kwargs))
-    size = batch_size(deployment.graph, whole) or 1
+    size = batch_size(deployment.graph, deployment.call) or 1
     # The first two samples, or one of them twice
-    call = _samples(deployment, whole, [0, min(1, size - 1)])
+    call = _samples(deployment, deployment.call, [0, min(1, size - 1)])
     run = _signature(content)
     apart = _run_apart(run, deployment, call)
     try:
         outputs = _run(run, deployment, call)
     except (RuntimeError, ValueError):
         return False
-    for ours, theirs in zip(apart, outputs, strict=True):
-        if ours.shape != theirs.shape or not torch.allclose(ours, theirs, atol=1e-3):
-            return False
-    return True
+    return all(
+        ours.shape == theirs.shape and torch.allclose(ours, theirs, atol=1e-3)
+        for ours, theirs in zip(apart, outputs, strict=True)
+    )
 
 
 def _run_apart(run: Any, deployment: Deployment, call: Any) -> list[Tensor]:
     """Return the outputs of a file that runs on each sample of a batch."""
-    rows: list[list[Tensor]] = []
-    for index in range(batch_size(deployment.graph, call) or 1):
-        rows.append(_run(run, deployment, _samples(deployment, call, [index])))
+    rows = [
+        _run(run, deployment, _samples(deployment, call, [index]))
+        for index in range(batch_size(deployment.graph, call) or 1)
+    ]
     outputs: list[Tensor] = []
     for output, parts in zip(deployment.outputs, zip(*rows, strict=True), strict=True):
         shape = deployment.graph.by_name[output.node].shape or (None,)
@@ -290,10 +287,8 @@ def _run_apart(run: Any, deployment: Deployment, call: Any) -> list[Tensor]:
 def _run(run: Any, deployment: Deployment, call: Any) -> list[Tensor]:
     """Return the outputs of a file as floats."""
     details = run.get_input_details()
-    feed: dict[str, Any] = {}
-    for name, tensor in zip(deployment.input_names, tensor_leaves(call), strict=True):
-        feed[name] = _as_input(tensor, details[name])
-    results = run(**feed)
+    tensors = zip(deployment.input_names, tensor_leaves(call), strict=True)
+    results = run(**{name: _as_input(tensor, details[name]) for name, tensor in tensors})
     return [_from_output(results[name], run, name) for name in deployment.output_names]
 
 

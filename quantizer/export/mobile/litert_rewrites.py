@@ -122,9 +122,7 @@ def _settings(node: Node) -> dict[str, Any]:
     axes = node.meta["val"].dim() - 2
     target: Any = node.target
     arguments = target._schema.arguments
-    settings: dict[str, Any] = {}
-    for argument in arguments:
-        settings[argument.name] = argument.default_value
+    settings = {argument.name: argument.default_value for argument in arguments}
     for argument, value in zip(arguments, node.args, strict=False):
         settings[argument.name] = value
     for name, value in settings.items():

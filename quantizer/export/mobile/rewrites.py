@@ -1,6 +1,7 @@
 """Rewrites programs in the form that the compilers of phones take, with the same values."""
 
 from collections.abc import Callable, Iterable
+from itertools import chain
 from typing import Any
 
 import torch
@@ -69,10 +70,8 @@ def rewrite(
 
 def calls(program: ExportedProgram, *targets: Any) -> list[Any]:
     """Return the nodes that call one of some operators. Their arguments may be of any type."""
-    nodes: list[Any] = []
-    for target in targets:
-        nodes += program.graph.find_nodes(op="call_function", target=target)
-    return nodes
+    found = (program.graph.find_nodes(op="call_function", target=each) for each in targets)
+    return [*chain.from_iterable(found)]
 
 
 def called(target: Any, value: Node, *others: Any) -> Node:
@@ -150,9 +149,7 @@ def fold_padding(program: ExportedProgram) -> None:
         amounts = _symmetric_amounts(pad)
         if amounts is None:
             continue
-        stated = list(node.args)
-        for default in _DEFAULTS[len(stated) - 2 :]:
-            stated.append(default)
+        stated = [*node.args, *_DEFAULTS[len(node.args) - 2 :]]
         pairs = zip(stated[_PADDING_INDEX], amounts, strict=True)
         stated[_PADDING_INDEX] = [size + amount for size, amount in pairs]
         node.args = tuple(stated)
@@ -284,12 +281,11 @@ def add_axes(program: ExportedProgram) -> None:
         if name not in reshaped:
             reshaped.add(name)
             change_parameter(program, weight, lambda values: values.unsqueeze(-1))
-        settings: list[Any] = []
         target: Any = node.target
-        for argument, setting in zip(target._schema.arguments[2:], others, strict=False):
-            if argument.name in _LIST_FILLS:
-                setting = [*setting, _LIST_FILLS[argument.name]]
-            settings.append(setting)
+        settings = [
+            [*setting, _LIST_FILLS[argument.name]] if argument.name in _LIST_FILLS else setting
+            for argument, setting in zip(target._schema.arguments[2:], others, strict=False)
+        ]
         _with_axis(node, _CONVOLUTIONS_1D[target], (weight, *settings))
 
 

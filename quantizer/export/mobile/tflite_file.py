@@ -58,13 +58,11 @@ class TfliteFile:
 
     def is_int8(self, place: int) -> bool:
         """Return whether a tensor is int8."""
-        is_int8: bool = self.graph.tensors[place].type == self.schema.TensorType.INT8
-        return is_int8
+        return bool(self.graph.tensors[place].type == self.schema.TensorType.INT8)
 
     def is_float(self, place: int) -> bool:
         """Return whether a tensor is float32."""
-        is_float: bool = self.graph.tensors[place].type == self.schema.TensorType.FLOAT32
-        return is_float
+        return bool(self.graph.tensors[place].type == self.schema.TensorType.FLOAT32)
 
     def data(self, place: int) -> bytes:
         """Return the values of a tensor that has them in the file; none for other tensors."""
@@ -73,11 +71,7 @@ class TfliteFile:
 
     def makers(self) -> dict[int, Any]:
         """Return the operator that makes each tensor."""
-        makers: dict[int, Any] = {}
-        for row in self.graph.operators:
-            for place in row.outputs:
-                makers[place] = row
-        return makers
+        return {place: row for row in self.graph.operators for place in row.outputs}
 
     def readers(self, place: int) -> list[Any]:
         """Return the operators that read a tensor."""

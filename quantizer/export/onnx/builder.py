@@ -8,7 +8,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from quantizer.export.onnx.tensors import stored_tensor
+from quantizer.export.onnx.lowering import stored_tensor
 
 _OUTPUT_COUNTS = {"DynamicQuantizeLinear": 3}
 
@@ -127,6 +127,18 @@ def remove_node(node: ir.Node) -> None:
     node.graph.remove(node, safe=True)
 
 
+def operand(node: ir.Node, index: int = 0) -> ir.Value:
+    """Return an input of a node that is not left out."""
+    value = node.inputs[index]
+    assert value is not None
+    return value
+
+
+def nodes_of(graph: ir.Graph, *op_types: str) -> list[ir.Node]:
+    """Return the nodes of these types, in a list: the graph may be changed meanwhile."""
+    return [node for node in graph if node.op_type in op_types]
+
+
 def producer_of(value: ir.Value | None, op_type: str) -> ir.Node | None:
     """Return the node that makes a value, if it is of this type."""
     node = None if value is None else value.producer()
@@ -135,10 +147,10 @@ def producer_of(value: ir.Value | None, op_type: str) -> ir.Node | None:
 
 def is_quantized(value: ir.Value) -> bool:
     """Return whether a QuantizeLinear reads a value."""
-    for reader in value.consumers():
-        if reader.op_type == "QuantizeLinear" and reader.inputs[0] is value:
-            return True
-    return False
+    return any(
+        reader.op_type == "QuantizeLinear" and reader.inputs[0] is value
+        for reader in value.consumers()
+    )
 
 
 def array_of(value: ir.Value | None) -> NDArray[Any] | None:

@@ -1,12 +1,14 @@
-"""Finds the multiplications that a session of ONNX Runtime executes, with their sizes.
+"""Finds the multiplications that a session of ONNX Runtime executes, and reports which of them
+an engine computes in integers, and why not the others.
 
 The optimized graph has the operators, and a profile of a run has the shapes of what they make.
+A product is a convolution, a matrix product or a recurrent layer.
 """
 
 import json
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
@@ -14,10 +16,18 @@ from typing import Any
 
 import onnxruntime
 from numpy.typing import NDArray
-from onnx import GraphProto, ModelProto, NodeProto, helper
+from onnx import GraphProto, ModelProto, NodeProto, TensorProto, numpy_helper
 
-from quantizer.export.kernels import Product, Shape, einsum_multiply_adds
-from quantizer.export.onnx.marks import PRODUCTS, RECURRENT
+from quantizer.calibration.solution import Solution
+from quantizer.config.model import QuantizationSpec
+from quantizer.export.arithmetic import is_narrow, layer_input_spec, output_spec
+from quantizer.export.onnx.lowering import INSIDE, MULTIPLYING, NUMBERED, PRODUCTS, RECURRENT
+from quantizer.export.onnx.passes.moves import MOVE_OPERATORS
+from quantizer.export.performance import Kernels, Product, Shape, einsum_multiply_adds, numbered
+from quantizer.graph.ir import Graph
+from quantizer.option_words import Sentence
+from quantizer.plan.groups import layout
+from quantizer.plan.layout import Layout
 
 INTEGER_OPERATORS = (
     "QLinearConv",
@@ -172,7 +182,8 @@ class ExecutedGraph:
             keys = operands[1]
             return 0 if keys is None else 2 * prod(first) * keys[-2]
         if operator == "Einsum":
-            return einsum_multiply_adds(_equation(node), operands)
+            equations = [item.s.decode() for item in node.attribute if item.name == "equation"]
+            return einsum_multiply_adds(equations[0], operands)
         if result is None:
             return 0
         if operator in ("Gemm", "FusedGemm", "QGemm"):
@@ -223,9 +234,177 @@ def _graphs(graph: GraphProto) -> Iterator[GraphProto]:
                 yield from _graphs(attribute.g)
 
 
-def _equation(node: NodeProto) -> str:
-    """Return the equation of an Einsum."""
-    for attribute in node.attribute:
-        if attribute.name == "equation":
-            return str(helper.get_attribute_value(attribute).decode())
+_ONNX_RUNTIME = "ONNX Runtime"
+_INSIDE_AN_OPERATOR = "a step inside the operator, whose result the config does not quantize"
+_BITS_LIMIT = "8 bits or fewer of integers have kernels"
+_Qparams = tuple[str, ...]
+"""The names of a scale and a zero point in a file."""
+
+
+def products_between_codes(model: ModelProto, products: Sequence[Product]) -> Kernels:
+    """Return the products of a file whose operands are both quantized, for an engine that does
+    not run here. The reason of each other product names the operands that are not.
+
+    Args:
+        model: the file.
+        products: those of a run, which have the names of the file's nodes.
+    """
+    sizes = {product.name: product.multiply_adds for product in products}
+    # How the values are quantized that are floats of codes
+    dequantized: dict[str, _Qparams] = {}
+    constants = {tensor.name: tensor for tensor in model.graph.initializer}
+    integer: list[str] = []
+    reasons: dict[str, str] = {}
+    for node in model.graph.node:
+        if node.op_type == "DequantizeLinear":
+            dequantized[node.output[0]] = tuple(node.input[1:])
+        elif _hands_on_codes(node, dequantized) and not _pads_with_values(node, constants):
+            dequantized |= dict.fromkeys(node.output, dequantized[node.input[0]])
+        elif node.op_type in MULTIPLYING:
+            operands = dict(zip(("input", "weights"), node.input[:2], strict=True))
+            floats = [word for word, name in operands.items() if name not in dequantized]
+            if floats:
+                verb = "is" if floats == ["input"] else "are"
+                reasons[node.name] = f"its {' and '.join(floats)} {verb} not quantized"
+            else:
+                integer.append(node.name)
+        elif node.op_type in PRODUCTS:
+            reasons[node.name] = f"engines compute {node.op_type} in float"
+    return Kernels(tuple(integer), reasons, "of quantized values", sizes)
+
+
+def _hands_on_codes(node: NodeProto, dequantized: dict[str, _Qparams]) -> bool:
+    """Return whether what a node makes are values of its dequantized input.
+
+    An engine moves the dequantization behind it. Joined values need one scale.
+    """
+    if node.op_type == "Concat":
+        joined = {dequantized.get(name) for name in node.input}
+        return len(joined) == 1 and None not in joined
+    if node.op_type == "Resize":
+        modes = [item.s for item in node.attribute if item.name == "mode"]
+        if modes not in ([], [b"nearest"]):
+            return False
+    return node.op_type in MOVE_OPERATORS and node.input[0] in dequantized
+
+
+def _pads_with_values(node: NodeProto, constants: dict[str, TensorProto]) -> bool:
+    """Return whether a node is a Pad that fills with something else than zeros."""
+    if node.op_type != "Pad" or len(node.input) < 3 or not node.input[2]:
+        return False
+    filling = constants.get(node.input[2])
+    return filling is None or bool(numpy_helper.to_array(filling).any())
+
+
+def kernels_of_products(
+    model: ModelProto,
+    products: Sequence[Product],
+    graph: Graph,
+    solution: Solution,
+    *,
+    engine: str = _ONNX_RUNTIME,
+    without_kernels: Sequence[str] = PRODUCTS[len(MULTIPLYING) :],
+) -> Kernels:
+    """Return how an engine multiplies, with the reasons for float.
+
+    Args:
+        model: the file as it was written.
+        products: what the engine executes. Their names begin with those of layers.
+        graph, solution: the layers, and what is quantized.
+        engine: its name, for reasons.
+        without_kernels: the operators of ONNX that it always computes in float.
+    """
+    # The types of the nodes that read and that make each value
+    readers: dict[str, str] = {}
+    makers: dict[str, str] = {}
+    for node in model.graph.node:
+        readers |= dict.fromkeys(node.input, node.op_type)
+        makers |= dict.fromkeys(node.output, node.op_type)
+    nodes = {node.name: node for node in model.graph.node}
+    where = layout(graph)
+    integer: list[str] = []
+    reasons: dict[str, str] = {}
+    sizes: dict[str, int] = {}
+    for product in numbered(products):
+        sizes[product.name] = product.multiply_adds
+        if product.is_integer:
+            integer.append(product.name)
+            continue
+        layer = product.name.partition(NUMBERED)[0]
+        # Of the file: an engine may take an operator apart
+        written = nodes.get(product.name, NodeProto())
+        operator = written.op_type or product.operator
+        if INSIDE in product.name:
+            reasons[product.name] = _INSIDE_AN_OPERATOR
+        elif operator in without_kernels:
+            reasons[product.name] = f"{engine} has no integer kernel for {operator}"
+        else:
+            reader = readers.get(next(iter(written.output), ""), "")
+            reason = _reason(layer, graph, where, solution, reader=reader, engine=engine)
+            if not reason and "Softmax" in map(makers.get, written.input):
+                reason = "it multiplies by a softmax that the config does not quantize"
+            reasons[product.name] = reason or f"{engine} does not fuse it"
+    return Kernels(tuple(integer), reasons, multiply_adds=sizes)
+
+
+def _reason(
+    layer: str, graph: Graph, where: Layout, solution: Solution, *, reader: str, engine: str
+) -> str:
+    """Return the first thing in the config that keeps a layer in float, and what to change;
+    empty if there is none.
+
+    Args:
+        layer: the name of the layer.
+        graph, solution: the layers, and what is quantized.
+        where: which values are quantized together.
+        reader: the type of the node that reads the product in the file; empty without one. An
+            activation that became bounds of codes is not a node.
+        engine: the name of the engine.
+    """
+    if layer not in graph.by_name:
+        return (
+            "it is part of an operator that torch.onnx took apart, or what it makes is not "
+            "quantized"
+        )
+    node = graph.by_name[layer]
+    specs = solution.specs
+    weights = specs.get((layer, "weights"))
+    if node.row.weight and weights is None:
+        return "its weights are not quantized"
+    if weights is not None and not is_narrow(weights):
+        return f"its weights are {_words(weights)}; {_BITS_LIMIT}"
+    if node.row.transposed and engine == _ONNX_RUNTIME:
+        return "ONNX Runtime has no integer kernel for transposed convolutions"
+    activations = {
+        "input": layer_input_spec(layer, graph, specs),
+        "output": output_spec(layer, graph, specs, where),
+    }
+    for role, spec in activations.items():
+        if spec is None:
+            return f"its {role} is not quantized"
+        if not is_narrow(spec):
+            return f"its {role} is {_words(spec)}; {_BITS_LIMIT}"
+        if role == "output" and spec.round_mode != "half_even":
+            return Sentence(
+                f"its {role} is rounded by operators in float: set round_mode to "
+                '"half_even", or <--onnx_profile fast>'
+            )
+    followers = [graph.by_name[name] for name in graph.consumers[layer] if name]
+    is_activated = any(follower.row.kind == "fusable" for follower in followers)
+    if is_activated and reader != "QuantizeLinear":
+        return (
+            f"{reader} follows it, and its output is quantized after that; ReLU and ReLU6 "
+            "have integer kernels"
+        )
     return ""
+
+
+def _words(spec: QuantizationSpec) -> str:
+    """Return the bits of integers, and the name of another format.
+
+    >>> _words(QuantizationSpec(bit_width=16))
+    'in 16 bits'
+    """
+    if spec.dtype == "int":
+        return f"in {spec.bit_width} bits"
+    return spec.dtype

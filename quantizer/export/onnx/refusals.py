@@ -9,16 +9,14 @@ import torch
 from quantizer.config.model import QuantizationSpec
 from quantizer.config.roles import is_parameter
 from quantizer.config.wording import counted
-from quantizer.export.arithmetic.operands import is_multiplied, layer_input_spec
+from quantizer.export.arithmetic import is_multiplied, layer_input_spec
 from quantizer.export.exporter import Reason, Refusal
-from quantizer.export.limits import Limits, limit_reasons
-from quantizer.export.lone_layers import lone_programs
+from quantizer.export.limits import Limits
 from quantizer.export.onnx.activations import activation_reasons
-from quantizer.export.onnx.complex_numbers import complex_refusals
-from quantizer.export.onnx.conventions import Conventions
-from quantizer.export.onnx.sample_filters import lacks_product
-from quantizer.export.onnx.tensors import OPSETS
+from quantizer.export.onnx.decompositions import complex_refusals, lacks_product
+from quantizer.export.onnx.lowering import OPSETS, Conventions
 from quantizer.export.onnx.translation import reason_of, translatable, translate_program
+from quantizer.export.programs.program import lone_programs
 from quantizer.graph.ir import Graph, Node
 from quantizer.graph.structure.attention import cached_values
 from quantizer.plan.model import TensorSpecs
@@ -80,20 +78,16 @@ def _untranslatable_operators(graph: Graph, opset: int) -> Iterator[Refusal]:
     key = f"untranslatable in operator set {opset}"
     refusals = graph.derived.get(key)
     if refusals is None:
-        refusals = list(_tried_alone(graph, opset))
+        refusals = []
+        for node, program in lone_programs(graph, _DOUBTFUL):
+            try:
+                translate_program(translatable(program), ([], []), opset)
+            except torch.onnx.OnnxExporterError as error:
+                reason = reason_of(error)
+                why = f"computes {node.op}, for which torch.onnx has no form: {reason}"
+                refusals.append(Refusal(why, _UNKNOWN_HELP, node.name))
         graph.derived[key] = refusals
     yield from refusals
-
-
-def _tried_alone(graph: Graph, opset: int) -> Iterator[Refusal]:
-    for node, program in lone_programs(graph, _DOUBTFUL):
-        try:
-            written_out = translatable(program)
-            translate_program(written_out, ([], []), opset)
-        except torch.onnx.OnnxExporterError as error:
-            reason = reason_of(error)
-            why = f"computes {node.op}, for which torch.onnx has no form: {reason}"
-            yield Refusal(why, _UNKNOWN_HELP, node.name)
 
 
 def tensor_refusals(
@@ -110,12 +104,12 @@ def tensor_refusals(
         if not is_parameter(role):
             reasons += activation_reasons(spec, node.dtype, opset, conventions)
             if conventions.activations is not None and spec.dtype != "float32":
-                reasons += limit_reasons(conventions.activations, spec)
+                reasons += conventions.activations.reasons(spec)
         elif conventions.weights is not None and role == "weights" and is_multiplied(node):
             input_spec = layer_input_spec(layer, graph, specs)
             reasons += _weight_reasons(conventions.weights, node, spec, input_spec)
-        for why, remedy in reasons:
-            yield Refusal(why, remedy, layer, role)
+        for reason in reasons:
+            yield Refusal(*reason, layer, role)
 
 
 def float8_key_refusals(graph: Graph, specs: TensorSpecs) -> Iterator[Refusal]:
@@ -142,7 +136,7 @@ def _weight_reasons(
     limits: Limits, node: Node, spec: QuantizationSpec, input_spec: QuantizationSpec | None
 ) -> Iterator[Reason]:
     """Yield why an engine cannot hold the spec of a weight, each with a remedy."""
-    yield from limit_reasons(limits, spec)
+    yield from limits.reasons(spec)
     if spec.dtype != "int":
         return
     if node.row.transposed and spec.group_size is not None:
@@ -189,14 +183,10 @@ def profile_remarks(conventions: Conventions, specs: TensorSpecs) -> tuple[str, 
         f"the file is for {engine}, which did not run it. ONNX Runtime did, "
         "with session.disable_quant_qdq 1, which leaves its own kernels of integers out"
     ]
-    modes: set[str] = set()
-    narrow = 0
-    for (_, role), spec in specs.items():
-        if is_parameter(role) or spec.dtype != "int":
-            continue
-        narrow += int(spec.narrow_range)
-        if spec.round_mode != "half_even":
-            modes.add(spec.round_mode)
+    activations = [spec for (_, role), spec in specs.items() if not is_parameter(role)]
+    integers = [spec for spec in activations if spec.dtype == "int"]
+    modes = {spec.round_mode for spec in integers} - {"half_even"}
+    narrow = sum(spec.narrow_range for spec in integers)
     if modes:
         remarks.append(
             "QuantizeLinear rounds half to even, and so did the test mode that the file was "

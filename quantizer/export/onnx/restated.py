@@ -24,7 +24,7 @@ from quantizer.calibration.solution import Solution
 from quantizer.config.model import QuantizationSpec
 from quantizer.config.roles import base_role, is_parameter
 from quantizer.config.wording import counted
-from quantizer.export.arithmetic.operands import is_multiplied, is_narrow, layer_input_spec
+from quantizer.export.arithmetic import is_multiplied, is_narrow, layer_input_spec
 from quantizer.graph.ir import Graph, Node
 from quantizer.nn.quantized_tensor import QuantizedTensor
 from quantizer.option_words import Sentence
@@ -164,21 +164,6 @@ def largest_pair_sum(codes: Tensor) -> int:
     return max(highest, -lowest)
 
 
-def with_signed_codes(tensor: QuantizedTensor) -> QuantizedTensor:
-    """Return the same values as int8."""
-    assert tensor.codes is not None
-    offset = 0
-    if int(tensor.codes.max()) >= _SIGN_OFFSET:
-        offset = -_SIGN_OFFSET
-    return _shifted(tensor, offset, signed=True)
-
-
-def with_unsigned_codes(tensor: QuantizedTensor) -> QuantizedTensor:
-    """Return the same values as uint8."""
-    offset = _SIGN_OFFSET if tensor.spec.signed else 0
-    return _shifted(tensor, offset, signed=False)
-
-
 def _shifted(tensor: QuantizedTensor, offset: int, *, signed: bool) -> QuantizedTensor:
     """Return the same values with codes of 8 bits that are higher by `offset`."""
     assert tensor.codes is not None
@@ -296,14 +281,15 @@ def _for_integers(
         return replace(tensor, spec=spec)
     layer, role = key
     node = graph.by_name[layer]
-    signed = with_signed_codes(tensor)
+    offset = -_SIGN_OFFSET if int(tensor.codes.max()) >= _SIGN_OFFSET else 0
+    signed = _shifted(tensor, offset, signed=True)
     # ONNX Runtime multiplies transposed convolutions in float, and OpenVINO misreads their
     # uint8 weights beside inputs from 0 on.
     if weights == "int8" or node.row.transposed:
         return signed
     if weights == "auto" and is_right_everywhere(signed, graph, node, role):
         return signed
-    return with_unsigned_codes(tensor)
+    return _shifted(tensor, _SIGN_OFFSET if tensor.spec.signed else 0, signed=False)
 
 
 def _for_floats(
@@ -317,11 +303,8 @@ def _for_floats(
     group_size = spec.group_size
     if not is_grouped or group_size is None or group_size == -1:
         group_size = inputs
-    block_size: int | None = None
-    for size in (_FASTEST_BLOCK_SIZE, *PACKED_BLOCK_SIZES):
-        if group_size % size == 0:
-            block_size = size
-            break
+    sizes = (_FASTEST_BLOCK_SIZE, *PACKED_BLOCK_SIZES)
+    block_size = next((size for size in sizes if group_size % size == 0), None)
     is_wide = spec.bit_width > 4 and not packed
     if group_size == inputs and (block_size is None or is_wide):
         by_channel = replace(spec, qscheme="per_channel", ch_axis=0, group_size=None)

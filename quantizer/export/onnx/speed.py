@@ -5,6 +5,7 @@ weights.
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -17,10 +18,12 @@ import torch
 from numpy.typing import NDArray
 from onnx import ModelProto, NodeProto, TensorProto
 
-from quantizer.export.onnx.marks import MARK_DOMAIN
-from quantizer.export.speed import MIN_ROUNDS, Speed, waited_seconds
+from quantizer.export.onnx.lowering import MARK_DOMAIN
+from quantizer.export.performance import MIN_ROUNDS, Speed, waited_seconds
 from quantizer.option_words import Sentence
 
+Feed = Mapping[str, NDArray[Any]]
+"""The tensors of a call, of inputs or outputs, by name."""
 Timer = Callable[[int], float]
 """Runs a network so many times and returns the seconds of one run, as their mean."""
 # The threads of a session wait for its next run in a loop. Those of one session would slow
@@ -42,10 +45,8 @@ _HIGHEST_BIT = np.uint8(128)
 
 def float_model(model: ir.Model) -> bytes | None:
     """Return a translated network with marks without quantization; None if it is large."""
-    size = 0
-    for value in model.graph.initializers.values():
-        if value.const_value is not None:
-            size += value.const_value.nbytes
+    values = [value.const_value for value in model.graph.initializers.values()]
+    size = sum(value.nbytes for value in values if value is not None)
     if size > _MAX_FLOAT_BYTES:
         return None
     proto = ir.to_proto(model)
@@ -60,7 +61,7 @@ def float_model(model: ir.Model) -> bytes | None:
 def measured_speed(
     session: onnxruntime.InferenceSession,
     floating: bytes,
-    feed: Mapping[str, NDArray[Any]],
+    feed: Feed,
     *,
     with_int8: bytes | None = None,
 ) -> Speed | None:
@@ -70,10 +71,8 @@ def measured_speed(
         with_int8: the same file with int8 weights. If it is faster, its speed is returned, too.
     """
     models = [floating] if with_int8 is None else [floating, with_int8]
-    sessions = [session]
-    for model in models:
-        sessions.append(timed_session(model, onnxruntime.SessionOptions()))
-    timers = [partial(mean_seconds, other, feed) for other in sessions]
+    further = [timed_session(model, onnxruntime.SessionOptions()) for model in models]
+    timers = [partial(mean_seconds, other, feed) for other in (session, *further)]
     speed, *others = speeds_in_turns(timers)
     if speed is None:
         return None
@@ -140,9 +139,7 @@ def _runs_at_once(timer: Timer, shortest: float) -> int:
     return max(1, math.ceil(shortest / max(seconds, shortest / _MAX_RUNS)))
 
 
-def mean_seconds(
-    session: onnxruntime.InferenceSession, feed: Mapping[str, NDArray[Any]], runs: int
-) -> float:
+def mean_seconds(session: onnxruntime.InferenceSession, feed: Feed, runs: int) -> float:
     """Return the seconds of one run, as the mean of several."""
     start = time.perf_counter()
     for _ in range(runs):
@@ -158,8 +155,7 @@ def with_int8_weights(model: ModelProto) -> bytes | None:
     """
     if not torch.cpu._is_vnni_supported():
         return None
-    changed = ModelProto()
-    changed.CopyFrom(model)
+    changed = deepcopy(model)
     tensors = {tensor.name: tensor for tensor in changed.graph.initializer}
     unsigned: set[str] = set()
     of_others: set[str] = set()
@@ -168,8 +164,7 @@ def with_int8_weights(model: ModelProto) -> bytes | None:
             of_others.update(node.input)
             continue
         codes_name, _, zero_point_name = node.input
-        unsigned.add(codes_name)
-        unsigned.add(zero_point_name)
+        unsigned |= {codes_name, zero_point_name}
     if not unsigned or unsigned & of_others:
         return None
     for name in unsigned:

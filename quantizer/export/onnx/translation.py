@@ -12,7 +12,7 @@ from torch.utils import _pytree as pytree
 from quantizer.config.roles import base_role, is_parameter, parameter_name
 from quantizer.errors import ModelError, first_line
 from quantizer.export.deployment import Deployment, tensor_leaves
-from quantizer.export.onnx.marks import MARK_DOMAIN, Quantizations
+from quantizer.export.onnx.lowering import MARK_DOMAIN, Quantizations
 from quantizer.export.onnx.written_out import decompositions_for
 from quantizer.export.programs.program import export_program
 from quantizer.graph.tracing.trace import lean_export
@@ -66,15 +66,11 @@ class _MarkedNetwork(nn.Module):
     def forward(self, *tensors: Tensor) -> list[Tensor]:
         """Run the network on the tensors of a call, and return the tensors of its output."""
         remaining = iter(tensors)
-        leaves: list[Any] = []
-        for leaf in self.leaves:
-            is_tensor = isinstance(leaf, Tensor)
-            value = next(remaining) if is_tensor else leaf
-            leaves.append(value)
+        leaves = [next(remaining) if isinstance(leaf, Tensor) else leaf for leaf in self.leaves]
         args, kwargs = pytree.tree_unflatten(leaves, self.spec)
-        weights: dict[str, Tensor] = {}
-        for name, mark in self.weights.items():
-            weights[name] = mark(self.network.get_parameter(name))
+        weights = {
+            name: mark(self.network.get_parameter(name)) for name, mark in self.weights.items()
+        }
         result = torch.func.functional_call(self.network, weights, args, kwargs)
         outputs: list[Tensor] = []
         for output in tensor_leaves(result):
@@ -102,7 +98,7 @@ def translate_network(
     """
     marked = _MarkedNetwork(network, deployment, quantizations)
     tensors = tuple(leaf for leaf in marked.leaves if isinstance(leaf, Tensor))
-    program = translatable(export_program(marked, deployment.graph, tensors, {}))
+    program = translatable(export_program(marked, deployment.graph, (tensors, {})))
     output_names = deployment.output_names
     names = _numbered("input", len(tensors)), _numbered("output", len(output_names))
     try:

@@ -4,8 +4,8 @@ test mode. The codes of all layers are compared, too, each from the same codes.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from copy import deepcopy
 from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -18,17 +18,21 @@ from numpy.typing import NDArray
 from onnx import ModelProto, NodeProto, numpy_helper
 from torch import Tensor
 
-from quantizer.errors import VerificationError, first_line
+from quantizer.errors import VerificationError
 from quantizer.evaluation.exact import LayerCodes
-from quantizer.export.acceptance import Outputs, accept_file, compared_calls
+from quantizer.export.acceptance import Outputs, accept_file, compared_calls, failures_named
 from quantizer.export.agreement import Verification
-from quantizer.export.deployment import Deployment, tensor_leaves
-from quantizer.export.float32 import HALF, to_float32
-from quantizer.export.kernels import Kernels
-from quantizer.export.onnx.executed import ExecutedGraph, names_of_products, profiled
-from quantizer.export.onnx.kernels import kernels_of_products, products_between_codes
-from quantizer.export.onnx.speed import STOP_SPINNING, measured_speed, with_int8_weights
-from quantizer.export.speed import Speed
+from quantizer.export.deployment import HALF, Deployment, tensor_leaves, to_float32
+from quantizer.export.onnx.executed import (
+    ExecutedGraph,
+    kernels_of_products,
+    names_of_products,
+    products_between_codes,
+    profiled,
+)
+from quantizer.export.onnx.speed import STOP_SPINNING, Feed, measured_speed, with_int8_weights
+from quantizer.export.performance import Kernels, Speed
+from quantizer.graph.ir import Call
 from quantizer.nn.network import Execution
 from quantizer.option_words import Sentence
 from quantizer.plan.model import Key
@@ -52,8 +56,7 @@ class LayerCheck:
         self._zeros: dict[Key, NDArray[Any]] = {}
         self._find_codes(model)
         self.rows = {key: LayerCodes(*key) for key in self.values}
-        self.model = ModelProto()
-        self.model.CopyFrom(model)
+        self.model = deepcopy(model)
         for key, name in self.values.items():
             data_type = onnx.helper.np_dtype_to_tensor_dtype(self._zeros[key].dtype)
             output = onnx.helper.make_tensor_value_info(name, data_type, None)
@@ -82,15 +85,10 @@ class LayerCheck:
         return layer, role
 
     @torch.no_grad()
-    def add(
-        self,
-        args: tuple[Any, ...],
-        kwargs: Mapping[str, Any],
-        codes: Mapping[str, NDArray[Any]],
-    ) -> None:
+    def add(self, call: Call, codes: Feed) -> None:
         """Add one batch; `codes` are outputs of the session by name."""
         graph = self.network.graph
-        execution = Execution(self.network, self.network.inputs(args, kwargs))
+        execution = Execution(self.network, self.network.inputs(*call))
         while execution.position < len(graph.nodes):
             node = graph.nodes[execution.position]
             input_key = (node.name, "input")
@@ -108,7 +106,7 @@ class LayerCheck:
                 value = self._compared(output_key, value, codes)
             execution.put(value)
 
-    def _compared(self, key: Key, value: Tensor, codes: Mapping[str, NDArray[Any]]) -> Tensor:
+    def _compared(self, key: Key, value: Tensor, codes: Feed) -> Tensor:
         """Compare a value's codes with the session's, and return the value of the latter."""
         scale = self.tensors[key].scale
         stored = torch.from_numpy(codes[self.values[key]])
@@ -123,7 +121,7 @@ WITHOUT_KERNELS = "session.disable_quant_qdq"
 """The entry of a session that computes between DequantizeLinear and QuantizeLinear in float."""
 _EXTERNAL = "session.optimized_model_external_initializers_file_name"
 _OPTIMIZED = "optimized.onnx"
-_HELP = (
+HELP = (
     "<--deploy pt2> needs no such runtime; another onnx_opset_version may avoid what this one "
     "gets wrong"
 )
@@ -165,34 +163,36 @@ def verify_sessions(file: OnnxFile, deployment: Deployment) -> Verification:
     # The graph of a file that is for other engines is run as it stands
     watched = DEFAULT if file.is_for_kernels else UNOPTIMIZED
     with TemporaryDirectory() as folder:
-        sessions: dict[str, onnxruntime.InferenceSession] = {}
-        for label in (UNOPTIMIZED, DEFAULT):
-            place = folder if label == watched else ""
-            sessions[label] = open_session(file, label, place)
+        sessions = {
+            label: open_session(file, label, folder if label == watched else "")
+            for label in (UNOPTIMIZED, DEFAULT)
+        }
         multiplications = _multiplications(file, deployment, sessions[watched], folder)
-    layers = _LayerSession.of(file, deployment)
+    layers = _layer_session(file, deployment)
     feeds: list[dict[str, NDArray[Any]]] = []
 
-    def run(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[list[Tensor]]:
+    def run(call: Call) -> list[list[Tensor]]:
         """Return what each session gives for a call, and compare the codes of its layers."""
-        feed = named_inputs(file.model, deployment, args, kwargs)
+        feed = named_inputs(file.model, deployment, call)
         if not feeds:
             feeds.append(feed)
         results: list[list[Tensor]] = []
         for label, session in sessions.items():
-            with failures_named(label, file.name):
+            with failures_named(label, file.name, HELP):
                 results.append(_outputs(session, feed))
         if layers is not None:
-            with failures_named(DEFAULT, file.name):
-                codes = layers.codes(feed)
-            layers.check.add(args, kwargs, codes)
+            check, layer_session = layers
+            names = list(check.values.values())
+            with failures_named(DEFAULT, file.name, HELP):
+                codes = layer_session.run(names, feed)
+            check.add(call, dict(zip(names, codes, strict=True)))
         return results
 
     verified: dict[str, Verification] = {}
     for found, (label, session) in zip(
         compared_calls(deployment, run), sessions.items(), strict=True
     ):
-        remedy = _HELP
+        remedy = HELP
         if label == DEFAULT and deployment.choice("onnx_weights") == "int8":
             remedy = _INT8_HELP
         verified[label] = accept_file(
@@ -202,7 +202,7 @@ def verify_sessions(file: OnnxFile, deployment: Deployment) -> Verification:
             refusal=f"{file.name} is not written: {label}",
             remedy=remedy,
         )
-    rows = () if layers is None else tuple(layers.check.rows.values())
+    rows = () if layers is None else tuple(layers[0].rows.values())
     speed = _speed(file, sessions[DEFAULT], feeds)
     if speed is not None and speed.high < 1 and deployment.layer_choice is None:
         speed = replace(speed, remedy=_NEVER_SLOWER)
@@ -218,11 +218,11 @@ def _multiplications(
     Args:
         folder: where the session writes its graph and its profile.
     """
-    feed = named_inputs(file.model, deployment, deployment.args, deployment.kwargs)
+    feed = named_inputs(file.model, deployment, deployment.call)
     model = file.model
     if file.is_for_kernels:
         model = onnx.load(Path(folder) / _OPTIMIZED, load_external_data=False)
-    with failures_named(DEFAULT, file.name):
+    with failures_named(DEFAULT, file.name, HELP):
         executed = ExecutedGraph.of(model, session, feed)
     products = executed.products(names_of_products(file.model))
     if not file.is_for_kernels:
@@ -231,9 +231,7 @@ def _multiplications(
 
 
 def _speed(
-    file: OnnxFile,
-    session: onnxruntime.InferenceSession,
-    feeds: Sequence[Mapping[str, NDArray[Any]]],
+    file: OnnxFile, session: onnxruntime.InferenceSession, feeds: Sequence[Feed]
 ) -> Speed | None:
     """Measure the speed of a session against the float network.
 
@@ -244,41 +242,31 @@ def _speed(
     with_int8 = None
     if isinstance(file.source, bytes):
         with_int8 = with_int8_weights(file.model)
-    with failures_named("ONNX Runtime, without quantization,", file.name):
+    with failures_named("ONNX Runtime, without quantization,", file.name, HELP):
         return measured_speed(session, file.floating, feeds[0], with_int8=with_int8)
 
 
-@dataclass(frozen=True)
-class _LayerSession:
-    """A default session that also returns the codes of all layers, and what compares them."""
+def _layer_session(
+    file: OnnxFile, deployment: Deployment
+) -> tuple[LayerCheck, onnxruntime.InferenceSession] | None:
+    """Return what compares the codes of layers, and a default session that also returns them.
 
-    check: LayerCheck
-    session: onnxruntime.InferenceSession
-
-    @classmethod
-    def of(cls, file: OnnxFile, deployment: Deployment) -> _LayerSession | None:
-        """Return None if no layer has codes, or the network is in half precision.
-
-        It is None, too, if the file is too large to be changed, or if ONNX Runtime cannot load
-        it with all codes as outputs.
-        """
-        is_half = any(node.dtype in HALF for node in deployment.graph.nodes)
-        if is_half or not isinstance(file.source, bytes):
-            return None
-        check = LayerCheck(file.model, deployment)
-        if not check.rows:
-            return None
-        watched = replace(file, source=check.model.SerializeToString())
-        try:
-            return cls(check, open_session(watched, DEFAULT))
-        except VerificationError:
-            # Its optimizer fails at some networks with more outputs. The file has loaded.
-            return None
-
-    def codes(self, feed: Mapping[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
-        """Return the codes of one batch, by the names of their values."""
-        names = list(self.check.values.values())
-        return dict(zip(names, self.session.run(names, feed), strict=True))
+    Return None if no layer has codes, or the network is in half precision. It is None, too, if
+    the file is too large to be changed, or if ONNX Runtime cannot load it with all codes as
+    outputs.
+    """
+    is_half = any(node.dtype in HALF for node in deployment.graph.nodes)
+    if is_half or not isinstance(file.source, bytes):
+        return None
+    check = LayerCheck(file.model, deployment)
+    if not check.rows:
+        return None
+    watched = replace(file, source=check.model.SerializeToString())
+    try:
+        return check, open_session(watched, DEFAULT)
+    except VerificationError:
+        # Its optimizer fails at some networks with more outputs. The file has loaded.
+        return None
 
 
 def open_session(file: OnnxFile, label: str, folder: str = "") -> onnxruntime.InferenceSession:
@@ -303,46 +291,29 @@ def open_session(file: OnnxFile, label: str, folder: str = "") -> onnxruntime.In
             options.add_session_config_entry(_EXTERNAL, f"{_OPTIMIZED}.data")
     if folder:
         profiled(options, folder)
-    with failures_named(label, file.name):
+    with failures_named(label, file.name, HELP):
         return onnxruntime.InferenceSession(
             file.source, options, providers=["CPUExecutionProvider"]
         )
-
-
-@contextmanager
-def failures_named(label: str, name: str) -> Iterator[None]:
-    """Raise ONNX Runtime's exceptions as `VerificationError`; they have no common class."""
-    try:
-        yield
-    except Exception as error:
-        why = first_line(error)
-        raise VerificationError(
-            f"{name} is not written: {label} cannot run it: {why}", help=_HELP
-        ) from error
 
 
 def session_outputs(
     session: onnxruntime.InferenceSession, file: OnnxFile, deployment: Deployment
 ) -> Outputs:
     """Return a function that calls a session as the model is called."""
-    return lambda args, kwargs: _outputs(
-        session, named_inputs(file.model, deployment, args, kwargs)
-    )
+    return lambda call: _outputs(session, named_inputs(file.model, deployment, call))
 
 
-def _outputs(
-    session: onnxruntime.InferenceSession, feed: Mapping[str, NDArray[Any]]
-) -> list[Tensor]:
+def _outputs(session: onnxruntime.InferenceSession, feed: Feed) -> list[Tensor]:
     """Return what a session gives for a call."""
-    outputs = session.run(None, feed)
-    return [torch.from_numpy(output) for output in outputs]
+    return [torch.from_numpy(output) for output in session.run(None, feed)]
 
 
 def named_inputs(
-    model: ModelProto, deployment: Deployment, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    model: ModelProto, deployment: Deployment, call: Call
 ) -> dict[str, NDArray[Any]]:
     """Return the call's tensors that a file has as inputs, by name."""
     names = {value.name for value in model.graph.input}
-    tensors = to_float32(tensor_leaves((args, dict(kwargs))))
+    tensors = to_float32(tensor_leaves(call))
     named = zip(deployment.input_names, tensors, strict=True)
     return {name: tensor.numpy() for name, tensor in named if name in names}

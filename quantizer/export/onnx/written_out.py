@@ -15,8 +15,7 @@ from torch import Tensor, fx
 from torch.export import ExportedProgram
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from quantizer.export.onnx.complex_numbers import complex_decompositions
-from quantizer.export.onnx.sample_filters import PRODUCTS, follows_batch
+from quantizer.export.onnx.decompositions import PRODUCTS, complex_decompositions, follows_batch
 
 _ATEN = torch.ops.aten
 _Form = Callable[..., Any]
@@ -52,13 +51,10 @@ def decompositions_for(program: ExportedProgram) -> Mapping[Any, _Form]:
         needed = [row.applies(node) for node in nodes]
         if all(needed) if row.is_for_all else any(needed):
             decompositions[operator] = row.form
-    if any(_is_complex(node.meta.get("val")) for node in program.graph.nodes):
+    values = [node.meta.get("val") for node in program.graph.nodes]
+    if any(isinstance(value, Tensor) and value.is_complex() for value in values):
         decompositions |= complex_decompositions()
     return decompositions
-
-
-def _is_complex(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.is_complex()
 
 
 def _has_other_dimensions(node: fx.Node) -> bool:
@@ -70,11 +66,6 @@ def _has_other_dimensions(node: fx.Node) -> bool:
 def _reads_no_places(node: fx.Node) -> bool:
     """Return whether the places of the largest values are not read."""
     return not any(user.args[1] == 1 and user.users for user in node.users)
-
-
-def _average_of_regions(x: Tensor, sizes: Sequence[int]) -> Tensor:
-    """Compute the mean of each region of a volume."""
-    return _reduced_regions(x, sizes, torch.mean)
 
 
 def _largest_of_regions(x: Tensor, sizes: Sequence[int]) -> Any:
@@ -177,12 +168,6 @@ def _distances(x: Tensor, y: Tensor, p: float = 2.0, _mode: int | None = None) -
     differences = x.unsqueeze(-2) - y.unsqueeze(-3)
     distances: Tensor = torch.linalg.vector_norm(differences, p, -1)
     return distances
-
-
-def _hypotenuse(x: Tensor, y: Tensor) -> Tensor:
-    """Compute the root of the sum of two squares."""
-    squares = x * x + y * y
-    return squares.sqrt()
 
 
 def _is_member(
@@ -334,11 +319,13 @@ def _average_by_divisor(average: Callable[..., Tensor]) -> Callable[..., Any]:
 
 _DECOMPOSITIONS: dict[Any, _Decomposition] = {
     _ATTENTION: _Decomposition(_attention_of_heads, _has_other_dimensions),
-    _ATEN.adaptive_avg_pool3d.default: _Decomposition(_average_of_regions),
+    _ATEN.adaptive_avg_pool3d.default: _Decomposition(
+        lambda x, sizes: _reduced_regions(x, sizes, torch.mean)
+    ),
     _ATEN.cdist.default: _Decomposition(_distances),
     _ATEN.diagonal_scatter.default: _Decomposition(_with_diagonal),
     _ATEN.embedding_bag.padding_idx: _Decomposition(_even_bags, _has_even_bags, True),
-    _ATEN.hypot.default: _Decomposition(_hypotenuse),
+    _ATEN.hypot.default: _Decomposition(lambda x, y: (x * x + y * y).sqrt()),
     _ATEN.instance_norm.default: _Decomposition(
         _norm_of_statistics, lambda node: not node.args[5]
     ),

@@ -91,7 +91,7 @@ class Engine:
         rows: list[tuple[list[str], bool]] = []
         for node in self.compiled[-1].get_runtime_model().get_ordered_ops():
             if _info(node, "layerType") in _COMPILED_PRODUCTS:
-                names = _names(node, _original_names)
+                names = _names(node, lambda node: _info(node, "originalLayersNames"))
                 precision = _info(node, "runtimePrecision")
                 rows.append((names, precision in _INTEGERS))
         return rows
@@ -99,25 +99,27 @@ class Engine:
     def products(self) -> list[_Product]:
         """Return the operators that multiply matrices of what follows from the inputs."""
         model = self.core.read_model("model.xml")
-        sizes: dict[str, list[int]] = {}
-        for value in model.inputs:
-            for name in value.get_names() & self.inputs.keys():
-                sizes[name] = list(self.inputs[name].shape)
-        model.reshape(sizes)
+        inputs = self._named(model)
+        model.reshape({name: list(inputs[name].shape) for name in inputs})
         rows: list[_Product] = []
         varying: set[str] = set()
         for node in model.get_ordered_ops():
-            sources: list[str] = []
-            for value in node.input_values():
-                source = value.get_node()
-                sources.append(source.get_name())
+            sources = [value.get_node().get_name() for value in node.input_values()]
             kind = node.get_type_name()
             if kind != "Parameter" and varying.isdisjoint(sources):
                 continue
             varying.add(node.get_name())
             if kind in _MATRIX_PRODUCTS:
-                names = _names(node, _friendly_name)
-                rows.append((names, kind, _attributes(node), _shapes(node)))
+                names = _names(node, lambda node: str(node.get_friendly_name()))
+                attributes = node.get_attributes()
+                sizing = {
+                    name: attributes[name] for name in _SIZING_ATTRIBUTES if name in attributes
+                }
+                values = (*node.input_values(), node.output(0))
+                shapes = [value.get_partial_shape() for value in values]
+                # None where a size is open
+                sizes = [None if each.is_dynamic else list(each.to_shape()) for each in shapes]
+                rows.append((names, kind, sizing, sizes))
         return rows
 
     def run(self, number: int) -> None:
@@ -128,8 +130,8 @@ class Engine:
         for index, compiled in enumerate(self.compiled):
             results = compiled(self._named(compiled))
             for value in compiled.outputs:
-                for name in value.get_names():
-                    arrays[f"{index}:{name}"] = results[value]
+                names = value.get_names()
+                arrays |= {f"{index}:{name}": results[value] for name in names}
         np.savez(f"outputs_{number}.npz", **arrays)
 
     def time(self, which: str, runs: int) -> float:
@@ -145,30 +147,20 @@ class Engine:
             compiled(inputs)
         return (time.perf_counter() - start) / runs
 
-    def _named(self, compiled: Any) -> dict[str, Any]:
-        """Return the inputs by the names that a compiled model has for them."""
-        named: dict[str, Any] = {}
-        for value in compiled.inputs:
-            # An operator that does nothing has left its name, too.
-            for name in value.get_names() & self.inputs.keys():
-                named[name] = self.inputs[name]
-        return named
+    def _named(self, model: Any) -> dict[str, Any]:
+        """Return the inputs by the names that a model has for them."""
+        # An operator that does nothing has left its name, too.
+        return {
+            name: self.inputs[name]
+            for value in model.inputs
+            for name in value.get_names() & self.inputs.keys()
+        }
 
 
 def _info(node: Any, key: str) -> str:
     """Return what a compiled model says of an operator."""
     value = node.get_rt_info()[key]
     return str(value.astype(str))
-
-
-def _original_names(node: Any) -> str:
-    """Return the names of what an operator of a compiled model was made of."""
-    return _info(node, "originalLayersNames")
-
-
-def _friendly_name(node: Any) -> str:
-    """Return the name of an operator before it is compiled."""
-    return str(node.get_friendly_name())
 
 
 def _names(node: Any, name_of: Callable[[Any], str]) -> list[str]:
@@ -180,34 +172,12 @@ def _names(node: Any, name_of: Callable[[Any], str]) -> list[str]:
     names: list[str] = []
     for _ in range(_MOST_STEPS):
         names += name_of(node).split(",")
-        readers: list[Any] = []
-        for value in node.outputs():
-            readers += value.get_target_inputs()
+        readers = [reader for value in node.outputs() for reader in value.get_target_inputs()]
         if len(readers) != 1:
             break
         (reader,) = readers
         node = reader.get_node()
     return names
-
-
-def _attributes(node: Any) -> dict[str, Any]:
-    """Return the attributes of an operator that its multiply-adds depend on."""
-    attributes = node.get_attributes()
-    return {name: attributes[name] for name in _SIZING_ATTRIBUTES if name in attributes}
-
-
-def _shapes(node: Any) -> list[list[int] | None]:
-    """Return the shapes of the operands of an operator and of its result; None where a size is
-    open.
-    """
-    shapes: list[list[int] | None] = []
-    for value in (*node.input_values(), node.output(0)):
-        shape = value.get_partial_shape()
-        if shape.is_dynamic:
-            shapes.append(None)
-        else:
-            shapes.append(list(shape.to_shape()))
-    return shapes
 
 
 def keep_order_of_equals(model: Any) -> None:

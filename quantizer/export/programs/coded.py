@@ -12,7 +12,7 @@ from torch.export import ExportedProgram
 
 from quantizer.calibration.solution import Solution
 from quantizer.config.roles import base_role, is_parameter, parameter_name
-from quantizer.export.arithmetic.operands import input_key
+from quantizer.export.arithmetic import input_key
 from quantizer.export.deployment import Deployment
 from quantizer.export.programs.program import export_program
 from quantizer.export.programs.qdq import (
@@ -86,7 +86,7 @@ def coded_program(
     program = export_program(
         coded,
         graph,
-        *stated.blank_call(form.most_samples),
+        stated.blank_call(form.most_samples),
         names=deployment.parameter_names,
         output_names=deployment.output_names,
         most_samples=form.most_samples,

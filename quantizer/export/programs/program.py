@@ -1,29 +1,33 @@
-"""Exports a network as a `torch.export` program with dynamic batch and lengths.
+"""Exports a network, or a single layer, as a `torch.export` program.
 
-The program keeps no trace of where it was made, and of the code that it was made from.
+That of a network has dynamic batch and lengths, and keeps no trace of where it was made, and of
+the code that it was made from. A compiler is asked whether it knows the operator of a layer
+before anything is calibrated.
 """
 
 import contextlib
 import dataclasses
 import io
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from inspect import Parameter, Signature
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.export import Dim, ExportedProgram
-from torch.fx import Node
 from torch.utils import _pytree as pytree
 
 from quantizer.errors import ModelError, first_line
-from quantizer.export.deployment import Deployment
+from quantizer.export.deployment import Deployment, tensor_leaves
 from quantizer.export.targets import EXPORTERS
-from quantizer.graph.ir import Call, Graph
+from quantizer.graph.ir import Call, Graph, Node
+from quantizer.graph.ops import OPS
 from quantizer.graph.tracing.batch_axes import axes_of_graph, has_open_batch, with_samples
 from quantizer.graph.tracing.lengths import Length, excludes_single_batches
 from quantizer.graph.tracing.trace import UNUSUAL_BATCH, lean_export, quiet
+from quantizer.nn.function import leave_ties_open
+from quantizer.nn.network import build_layer, layer_arguments
 
 _SOURCE_KEYS = ("stack_trace", "nn_module_stack", "source_fn_stack", "torch_fn", "from_node")
 _NO_LETTER = re.compile(r"\W", re.ASCII)
@@ -54,8 +58,7 @@ def load_program(content: bytes) -> nn.Module:
 def export_program(
     module: nn.Module,
     graph: Graph,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
+    call: Call,
     *,
     names: Sequence[str] = (),
     output_names: Sequence[str] = (),
@@ -64,7 +67,7 @@ def export_program(
     """Return the program of a module that is called as `graph`'s model.
 
     Args:
-        args, kwargs: a call without data of the user, as the program keeps it.
+        call: without data of the user, as the program keeps it.
         names: what the model calls its first positional arguments.
         output_names: of the tensors that it returns, which its signature then has.
         most_samples: the largest batch; None if there is no limit.
@@ -72,10 +75,9 @@ def export_program(
     Raises:
         ModelError: torch.export refuses the module.
     """
-    parameters = _parameters(args, kwargs, names)
-    module.forward = _with_signature(module.forward, parameters)
+    module.forward = _with_signature(module.forward, call, names)
     try:
-        program = _with_open_sizes(module, graph, (args, kwargs), most_samples)
+        program = _with_open_sizes(module, graph, call, most_samples)
     except Exception as error:
         raise _torch_error(f"{graph.model} cannot be exported by torch", error) from error
     for node in program.graph.nodes:
@@ -94,13 +96,13 @@ def float_program(deployment: Deployment) -> ExportedProgram:
     return export_program(
         network,
         graph,
-        *deployment.blank_call(),
+        deployment.blank_call(),
         names=deployment.parameter_names,
         output_names=deployment.output_names,
     )
 
 
-def _equal_number_types(node: Node) -> None:
+def _equal_number_types(node: fx.Node) -> None:
     """Write all numbers of a call as floats if one is, as in `clamp(1e-6, 1)`.
 
     Compilers have operators for numbers of one type. torch computes the same for both.
@@ -126,14 +128,11 @@ def _name_outputs(program: ExportedProgram, names: Sequence[str]) -> None:
     An input that is returned keeps its name. A value that is returned twice gets its first one.
     """
     [output] = program.graph.find_nodes(op="output")
-    tensors: list[Node] = []
-    for value in output.args[0]:
-        if isinstance(value, Node):
-            tensors.append(value)
+    tensors = [value for value in output.args[0] if isinstance(value, fx.Node)]
     if len(tensors) != len(names):
         return
     signature = program.graph_signature
-    renamed: set[Node] = set()
+    renamed: set[fx.Node] = set()
     for node, name in zip(tensors, names, strict=True):
         if node in renamed or node.op != "call_function":
             continue
@@ -186,35 +185,27 @@ def _torch_error(what: str, error: Exception) -> ModelError:
     )
 
 
-def _parameters(
-    args: tuple[Any, ...], kwargs: dict[str, Any], names: Sequence[str]
-) -> list[Parameter]:
-    """Return the parameters of a call, by the user's names."""
-    parameters: list[Parameter] = []
-    for index in range(len(args)):
-        if index < len(names) and names[index] not in kwargs:
-            parameters.append(Parameter(names[index], Parameter.POSITIONAL_OR_KEYWORD))
-        else:
-            parameters.append(Parameter(f"args_{index}", Parameter.POSITIONAL_OR_KEYWORD))
-    for name in kwargs:
-        parameters.append(Parameter(name, Parameter.KEYWORD_ONLY))
-    return parameters
-
-
 def _with_signature(
-    forward: Callable[..., Any], parameters: Sequence[Parameter]
+    forward: Callable[..., Any], call: Call, names: Sequence[str]
 ) -> Callable[..., Any]:
-    """Return `forward` with named parameters.
+    """Return `forward` with the parameters of a call, by the user's names.
 
     torch.export cannot match open shapes with a bare **kwargs, and names inputs of the program
     by the parameters.
     """
+    args, kwargs = call
+    positional = [f"args_{index}" for index in range(len(args))]
+    for index, name in enumerate(names[: len(args)]):
+        if name not in kwargs:
+            positional[index] = name
+    parameters = [Parameter(name, Parameter.POSITIONAL_OR_KEYWORD) for name in positional]
+    parameters += [Parameter(name, Parameter.KEYWORD_ONLY) for name in kwargs]
 
-    def call(*args: Any, **kwargs: Any) -> Any:
+    def named(*args: Any, **kwargs: Any) -> Any:
         return forward(*args, **kwargs)
 
-    call.__signature__ = Signature(parameters)  # type: ignore[attr-defined]
-    return call
+    named.__signature__ = Signature(parameters)  # type: ignore[attr-defined]
+    return named
 
 
 def _proven_length(length: Length) -> Any:
@@ -270,16 +261,72 @@ def _dynamic_shapes(
         size = of_length(length)
         for index, axis in length.axes:
             dimensions[index][axis] = size
-    of_tensors: list[dict[int, Any] | None] = []
-    for node, opened in zip(inputs, dimensions, strict=True):
-        # Inputs that are no tensors have no shape.
-        if node.shape is not None:
-            of_tensors.append(opened or None)
-    remaining = iter(of_tensors)
+    pairs = zip(inputs, dimensions, strict=True)
+    # Inputs that are no tensors have no shape.
+    of_tensors = (opened or None for node, opened in pairs if node.shape is not None)
     leaves, spec = pytree.tree_flatten(call)
-    of_leaves: list[dict[int, Any] | None] = []
-    for leaf in leaves:
-        shape = next(remaining) if isinstance(leaf, Tensor) else None
-        of_leaves.append(shape)
+    of_leaves = [next(of_tensors) if isinstance(leaf, Tensor) else None for leaf in leaves]
     args_shapes, kwargs_shapes = pytree.tree_unflatten(of_leaves, spec)
     return (*args_shapes, *kwargs_shapes.values())
+
+
+_EXAMPLE_BATCH = 2
+"""The size of an axis that follows the batch."""
+
+
+def lone_programs(
+    graph: Graph, doubtful: Collection[str] = ()
+) -> Iterator[tuple[Node, ExportedProgram]]:
+    """Yield a layer of each rare operator, and a program that has this layer alone.
+
+    It is the first layer that can be exported alone. Operators with a row in the table of
+    operators are known to compilers. The others are rare.
+
+    Args:
+        graph: of the network in float.
+        doubtful: operators with a row that a compiler may not know, either.
+    """
+    tried: set[str] = set()
+    for node in graph.nodes:
+        is_known = node.op in OPS and node.op not in doubtful
+        if is_known or node.target in tried:
+            continue
+        program = _lone_program(graph, node)
+        if program is not None:
+            tried.add(node.target)
+            yield node, program
+
+
+class _Alone(nn.Module):
+    """One layer of a graph, called with the tensors that it reads."""
+
+    def __init__(self, graph: Graph, node: Node) -> None:
+        super().__init__()
+        self.node = node
+        self.layer = build_layer(graph, node)
+        leave_ties_open([self.layer])
+        self.sources = list(dict.fromkeys(node.refs()))
+
+    def forward(self, *tensors: Tensor) -> list[Tensor]:
+        """Return the tensors that the layer makes."""
+        values = dict(zip(self.sources, tensors, strict=True))
+        arguments: dict[str, Any] = layer_arguments(self.node, values)
+        return tensor_leaves(self.layer(**arguments))
+
+
+def _lone_program(graph: Graph, node: Node) -> ExportedProgram | None:
+    """Return a program of one layer, None if it does not read tensors alone."""
+    layer = _Alone(graph, node)
+    tensors: list[Tensor] = []
+    for name in layer.sources:
+        source = graph.by_name[name]
+        if source.shape is None or source.dtype is None:
+            return None
+        shape = [_EXAMPLE_BATCH if size is None else size for size in source.shape]
+        tensors.append(torch.zeros(shape, dtype=source.dtype))
+    try:
+        with torch.no_grad(), lean_export():
+            return torch.export.export(layer, tuple(tensors))
+    # What stops torch.export here did not stop the trace, so it says nothing
+    except Exception:  # noqa: BLE001
+        return None

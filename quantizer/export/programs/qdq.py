@@ -226,13 +226,10 @@ class WideActivation(Activation):
         ends = conv2d(y, self.zeros, self.ends)
         wide = torch.cat([y, ends], 1)
         low, high, dtype = self.codes
-        choose = _OPERATORS.choose_qparams.tensor
-        scale, zero_point = choose(wide, low, high, _EPS, dtype)
-        operands = (scale, zero_point, *self.codes)
-        quantize = _OPERATORS.quantize_per_tensor.tensor
-        codes = quantize(wide, *operands)
-        dequantize = _OPERATORS.dequantize_per_tensor.tensor
-        values: Tensor = dequantize(codes, *operands)
+        qparams = _OPERATORS.choose_qparams.tensor(wide, low, high, _EPS, dtype)
+        operands = (*qparams, *self.codes)
+        codes = _OPERATORS.quantize_per_tensor.tensor(wide, *operands)
+        values: Tensor = _OPERATORS.dequantize_per_tensor.tensor(codes, *operands)
         return values
 
     def _wide_rows(self, y: Tensor) -> Tensor:
@@ -243,11 +240,8 @@ class WideActivation(Activation):
             y = y.squeeze(0)
         ends = linear(y, self.zeros, self.ends)
         wide = torch.cat([y, ends], -1)
-        _, _, dtype = self.codes
-        choose = _OPERATORS.choose_qparams_per_token_asymmetric
-        scale, zero_point = choose(wide, dtype)
-        operands = (scale, zero_point, *self.codes)
+        qparams = _OPERATORS.choose_qparams_per_token_asymmetric(wide, self.codes[2])
+        operands = (*qparams, *self.codes)
         codes = _OPERATORS.quantize_per_token(wide, *operands)
-        dequantize = _OPERATORS.dequantize_per_token
-        values: Tensor = dequantize(codes, *operands, wide.dtype)
+        values: Tensor = _OPERATORS.dequantize_per_token(codes, *operands, wide.dtype)
         return values

@@ -3,35 +3,32 @@
 """
 
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from torch import Tensor
 from torch.export import ExportedProgram
 
-from quantizer.errors import VerificationError, first_line
-from quantizer.export.acceptance import verified_calls
+from quantizer.export.acceptance import failures_named, verified_calls
 from quantizer.export.agreement import Verification
-from quantizer.export.arithmetic.biases import MAX_SUM_BIAS, overflowing
+from quantizer.export.arithmetic import MAX_SUM_BIAS, overflowing
 from quantizer.export.deployment import ORIGIN_FILE, Deployment, tensor_leaves
 from quantizer.export.exporter import Exporter
 from quantizer.export.programs.coded import ProgramForm, coded_program
 from quantizer.export.programs.program import float_program, load_program, program_bytes
+from quantizer.graph.ir import Call
 from quantizer.storage.files import write_bytes
 
-
-@dataclass(frozen=True)
-class ProgramFile:
-    """The bytes of a program, and the name of the file for messages."""
-
-    name: str
-    content: bytes
+_REMEDY = "test with data for which this holds; the trace of a model is one call of it"
 
 
-class ProgramExporter(Exporter[ProgramFile]):
+_Written = tuple[str, bytes]
+"""The name of a file for messages, and the bytes of its program."""
+
+
+class ProgramExporter(Exporter[_Written]):
     """Writes a program that loads without quantizer.
 
     `torch.export.load(path).module()` is called as the model was, with any batch size, and
@@ -53,34 +50,29 @@ class ProgramExporter(Exporter[ProgramFile]):
         """
 
     @contextmanager
-    def write(self, deployment: Deployment, path: Path) -> Iterator[ProgramFile]:
+    def write(self, deployment: Deployment, path: Path) -> Iterator[_Written]:
         """Write the program; its bytes are verified before."""
         origin = deployment.origin.text()
         content = program_bytes(self.program(deployment), {ORIGIN_FILE: origin})
-        yield ProgramFile(path.name, content)
+        yield path.name, content
         write_bytes(path, content)
 
-    def verify(self, deployment: Deployment, written: ProgramFile) -> Verification:
+    def verify(self, deployment: Deployment, written: _Written) -> Verification:
         """Compare the outputs of the program with test mode's over all calls.
 
         Raises:
             VerificationError: the outputs differ, or a guard of the trace does not hold.
         """
-        program = load_program(written.content)
+        name, content = written
+        program = load_program(content)
 
-        def outputs(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Tensor]:
+        def outputs(call: Call) -> list[Tensor]:
             """Return the outputs of a call of the program."""
-            try:
+            with failures_named("torch", name, _REMEDY):
+                args, kwargs = call
                 return tensor_leaves(program(*args, **kwargs))
-            except Exception as error:
-                why = first_line(error)
-                raise VerificationError(
-                    f"{written.name} is not written: torch cannot run it: {why}",
-                    help="test with data for which this holds; the trace of a model is one "
-                    "call of it",
-                ) from error
 
-        return verified_calls(deployment, outputs, name=written.name, remedy=self.remedy)
+        return verified_calls(deployment, outputs, name=name, remedy=self.remedy)
 
 
 class Pt2Exporter(ProgramExporter):

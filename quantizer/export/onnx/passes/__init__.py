@@ -5,22 +5,27 @@ from collections.abc import Callable
 import onnx_ir as ir
 
 from quantizer.export.onnx.builder import make_names_unique
-from quantizer.export.onnx.marks import Lowering
-from quantizer.export.onnx.passes.biases import (
-    hide_float_biases,
-    write_sizes_as_sums,
-    write_sum_biases,
+from quantizer.export.onnx.lowering import Lowering
+from quantizer.export.onnx.passes.integer_forms import (
+    compute_constants,
+    look_up_codes,
+    pool_globally,
+    quantize_gates,
 )
-from quantizer.export.onnx.passes.integer_forms import pool_globally, quantize_gates
-from quantizer.export.onnx.passes.linear import straighten_linear
-from quantizer.export.onnx.passes.lookup import compute_constants, look_up_codes
 from quantizer.export.onnx.passes.moves import (
+    pad_channels,
+    pad_codes,
     requantize_moves,
     requantize_rectified,
     wrap_operators,
 )
-from quantizer.export.onnx.passes.padding import pad_channels, pad_codes
-from quantizer.export.onnx.passes.product_names import name_products
+from quantizer.export.onnx.passes.products import (
+    hide_float_biases,
+    name_products,
+    straighten_linear,
+    write_sizes_as_sums,
+    write_sum_biases,
+)
 from quantizer.export.onnx.passes.quantizations import replace_marks
 
 _Pass = Callable[[ir.Model, Lowering], None]

@@ -5,19 +5,27 @@ import math
 import onnx_ir as ir
 
 from quantizer.config.roles import is_parameter, parameter_name
-from quantizer.export.arithmetic.operands import is_multiplied
-from quantizer.export.onnx.activations import UNBOUNDED, quantize_activation, takes_bounds
-from quantizer.export.onnx.builder import NodeBuilder, array_of, remove_node, replace_node
-from quantizer.export.onnx.dynamic import (
+from quantizer.export.arithmetic import is_multiplied
+from quantizer.export.onnx.activations import (
+    UNBOUNDED,
     QuantizedRows,
     has_row_codes,
+    quantize_activation,
     quantize_dynamic,
     quantize_row_codes,
     scale_rows,
+    takes_bounds,
 )
-from quantizer.export.onnx.marks import MULTIPLYING, Lowering, is_mark, marks_of
-from quantizer.export.onnx.passes.linear import TRANSPOSED_KEY
+from quantizer.export.onnx.builder import (
+    NodeBuilder,
+    array_of,
+    operand,
+    remove_node,
+    replace_node,
+)
+from quantizer.export.onnx.lowering import MULTIPLYING, Lowering, is_mark, marks_of
 from quantizer.export.onnx.passes.moves import MOVE_OPERATORS
+from quantizer.export.onnx.passes.products import TRANSPOSED_KEY
 from quantizer.export.onnx.restated import PACKED_BLOCK_SIZES
 from quantizer.export.onnx.weights import packed_product, quantize_weights
 from quantizer.nn.quantized_tensor import QuantizedTensor
@@ -48,8 +56,7 @@ def _remove_left_out(graph: ir.Graph, lowering: Lowering) -> None:
         key, _ = lowering.marked(mark)
         if key not in lowering.left_out:
             continue
-        source = mark.inputs[0]
-        assert source is not None
+        source = operand(mark)
         result = mark.outputs[0]
         if result.is_graph_output():
             # Its name must stay, and the source may be an input
@@ -86,8 +93,7 @@ class _Replacement:
             if TRANSPOSED_KEY not in result.meta or not self._is_packed(tensor, result):
                 replace_node(mark, self._weight(builder, mark, (layer, role), tensor))
             return
-        source = mark.inputs[0]
-        assert source is not None
+        source = operand(mark)
         if mark in self.row_marks:
             rows = quantize_row_codes(builder, tensor.spec, source)
             self.rows[rows.codes] = rows
@@ -194,7 +200,11 @@ class _Replacement:
         self, builder: NodeBuilder, mark: ir.Node, source: ir.Value, tensor: QuantizedTensor
     ) -> ir.Value:
         result = mark.outputs[0]
-        in_floats = any(self._has_groups(reader) for reader in result.consumers())
+        weights = [self.product_weights.get(reader) for reader in result.consumers()]
+        # Kernels that multiply by codes in groups take floats
+        in_floats = any(
+            each is not None and each.spec.qscheme == "per_group" for each in weights
+        )
         spec = tensor.spec
         if spec.is_scaled and spec.is_dynamic:
             return quantize_dynamic(builder, spec, source, in_floats=in_floats)
@@ -208,8 +218,7 @@ class _Replacement:
             bounds = UNBOUNDED
         x = source
         if producer is not None and bounds != UNBOUNDED:
-            unclipped = producer.inputs[0]
-            assert unclipped is not None
+            unclipped = operand(producer)
             x = unclipped
         return quantize_activation(
             builder,
@@ -230,11 +239,6 @@ class _Replacement:
         if reader.op_type not in ("Conv", "ConvTranspose"):
             return False
         return has_float_input or not _is_quantized_later(reader.outputs[0])
-
-    def _has_groups(self, node: ir.Node) -> bool:
-        """Return whether a node multiplies by codes in groups; such kernels take floats."""
-        tensor = self.product_weights.get(node)
-        return tensor is not None and tensor.spec.qscheme == "per_group"
 
 
 def _is_quantized_later(value: ir.Value) -> bool:

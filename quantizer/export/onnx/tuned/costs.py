@@ -18,8 +18,13 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 
-from quantizer.export.onnx.tuned.blocks import BlockMap, QuantizationPoint, original_name
-from quantizer.export.onnx.tuned.meter import Kernel, Profile
+from quantizer.export.onnx.tuned.profiles import (
+    BlockMap,
+    Kernel,
+    Profile,
+    QuantizationPoint,
+    original_name,
+)
 from quantizer.plan.model import Key
 
 # A smaller share of the sum of all finite costs is an error of rounding
@@ -86,11 +91,11 @@ class TwoSides:
 
     def first_side(self) -> set[str]:
         """Return the names on the first side."""
-        residual: _Capacities = {}
         # Sorted, so that the flow does not depend on the order of the calls
-        for name in sorted(self._capacities):
-            capacities = self._capacities[name]
-            residual[name] = dict(sorted(capacities.items()))
+        residual = {
+            name: dict(sorted(self._capacities[name].items()))
+            for name in sorted(self._capacities)
+        }
         tolerance = _TOLERANCE * self._total
         predecessors = _reached(residual, tolerance)
         while _SECOND in predecessors:
@@ -193,25 +198,17 @@ class Costs:
 
         An activation is quantized if a block in integers writes or reads its codes.
         """
-        keys: set[Key] = set()
-        for border in self.borders:
-            is_written = border.is_fused and border.block not in floats
-            is_read = any(block not in floats for block in border.readers)
-            if not is_written and not is_read:
-                keys.add(border.key)
-        return frozenset(keys)
+        unread = [border for border in self.borders if border.readers.issubset(floats)]
+        return frozenset(
+            border.key for border in unread if not border.is_fused or border.block in floats
+        )
 
     def choices(self) -> list[frozenset[str]]:
         """Return different sets of blocks to leave in float, the most promising first.
 
         Each is the cheapest one if all borders cost some multiple of their estimates.
         """
-        choices: list[frozenset[str]] = []
-        for factor in _FACTORS:
-            choice = self._cheapest(factor)
-            if choice not in choices:
-                choices.append(choice)
-        return choices
+        return list(dict.fromkeys(map(self._cheapest, _FACTORS)))
 
     def _cheapest(self, factor: float) -> frozenset[str]:
         """Return the blocks to leave in float if all borders cost `factor` times their
@@ -303,9 +300,9 @@ def block_milliseconds(
     """Return by block its milliseconds under "integers_ms" and "float_ms", a list of one number
     for each batch.
     """
-    times: dict[str, dict[str, list[float]]] = {}
-    for name in (*quantized.names, *bare.names):
-        times[name] = {"integers_ms": [], "float_ms": []}
+    times: dict[str, dict[str, list[float]]] = {
+        name: {"integers_ms": [], "float_ms": []} for name in (*quantized.names, *bare.names)
+    }
     for pair in pairs:
         integers = quantized.seconds(pair.quantized)
         floats = bare.seconds(pair.bare)
@@ -317,14 +314,12 @@ def block_milliseconds(
 
 def _quantizing_kernels(profile: Profile, points: Iterable[QuantizationPoint]) -> list[Kernel]:
     """Return the kernels of QuantizeLinear at `points`."""
-    names: set[str] = set()
-    for point in points:
-        names |= point.nodes
-    kernels: list[Kernel] = []
-    for kernel in profile.kernels:
-        if kernel.op_type == "QuantizeLinear" and original_name(kernel.name) in names:
-            kernels.append(kernel)
-    return kernels
+    names = {name for point in points for name in point.nodes}
+    return [
+        kernel
+        for kernel in profile.kernels
+        if kernel.op_type == "QuantizeLinear" and original_name(kernel.name) in names
+    ]
 
 
 def _rate(kernels: Iterable[Kernel], op_types: Collection[str]) -> float:
@@ -368,11 +363,10 @@ def _border_cost(
         to_integers += share_of_second * seconds
         seconds = size * (_rate(kernels, ("DequantizeLinear",)) + rearranging)
         to_floats += share_of_second * seconds
-        types: dict[str, str] = {}
-        for node in pair.quantized.optimized.graph.node:
-            types[original_name(node.name)] = node.op_type
+        nodes = pair.quantized.optimized.graph.node
+        types = {original_name(node.name): node.op_type for node in nodes}
         for name in point.readers:
-            block = blocks.block_of_node(name)
+            block = blocks.block_of_node[name]
             if _reads_codes(types.get(name, "")):
                 readers.add(block)
             elif block != point.block:

@@ -7,7 +7,6 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from math import prod
-from typing import Any
 
 import onnx_ir as ir
 import torch
@@ -17,17 +16,17 @@ from quantizer.calibration.fingerprint import input_shapes
 from quantizer.calibration.solution import Solution
 from quantizer.config.roles import is_parameter
 from quantizer.errors import UsageError
+from quantizer.export.acceptance import failures_named
 from quantizer.export.deployment import Deployment
 from quantizer.export.layer_choice import DEPLOY_FORMAT, LayerChoice, network_digest
 from quantizer.export.onnx.build import NetworkToWrite
-from quantizer.export.onnx.conventions import Conventions
+from quantizer.export.onnx.lowering import Conventions
 from quantizer.export.onnx.restated import with_activations
-from quantizer.export.onnx.speed import float_model
-from quantizer.export.onnx.tuned.blocks import START, BlockMap
+from quantizer.export.onnx.speed import Feed, float_model
 from quantizer.export.onnx.tuned.costs import ProfiledPair, block_milliseconds, measured_costs
-from quantizer.export.onnx.tuned.meter import Feed, Profile, RuntimeMeter
-from quantizer.export.onnx.verify import DEFAULT, failures_named, named_inputs
-from quantizer.export.speed import Speed
+from quantizer.export.onnx.tuned.profiles import START, BlockMap, Profile, RuntimeMeter
+from quantizer.export.onnx.verify import DEFAULT, HELP, named_inputs
+from quantizer.export.performance import Speed
 from quantizer.graph.ir import Graph
 from quantizer.nn.quantized_tensor import QuantizedTensor
 from quantizer.plan.model import Key
@@ -81,11 +80,7 @@ def _with_whole_end(tensor: QuantizedTensor) -> QuantizedTensor:
 
 def activation_keys(solution: Solution) -> tuple[Key, ...]:
     """Return the layer and role of each quantized activation."""
-    keys: list[Key] = []
-    for layer, role in solution.tensors:
-        if not is_parameter(role):
-            keys.append((layer, role))
-    return tuple(keys)
+    return tuple((layer, role) for layer, role in solution.tensors if not is_parameter(role))
 
 
 METER: Callable[[], RuntimeMeter] = RuntimeMeter
@@ -170,19 +165,15 @@ class Tuner:
         deployment = replace(deployment, solution=solution)
         to_write = NetworkToWrite.of(deployment, self.weights, self.conventions)
         stated = to_write.stated.tensors
-        quantizations: list[tuple[Key, QuantizedTensor]] = []
-        absent: set[Key] = set()
         # Marks refer to quantizations by index, so an absent one keeps its place in the list
-        for key, tensor in self.quantizations:
-            if key not in stated:
-                absent.add(key)
-            quantizations.append((key, stated.get(key, tensor)))
+        quantizations = [(key, stated.get(key, tensor)) for key, tensor in self.quantizations]
+        absent = {key for key, _ in quantizations if key not in stated}
         model = ir.from_proto(self.translated)
         return to_write.lowered(model, quantizations, absent)
 
     def _profile(self, model: ModelProto, feed: Feed) -> Profile:
         content = model.SerializeToString()
-        with failures_named(DEFAULT, self.name):
+        with failures_named(DEFAULT, self.name, HELP):
             return self.meter.profile(content, feed)
 
     def choice(self) -> LayerChoice:
@@ -196,9 +187,7 @@ class Tuner:
         fastest = fastest_trial(trials)
         left_out = sorted(fastest.left_out)
         times = block_milliseconds(self.pairs, self.quantized_blocks, self.bare_blocks)
-        float_layers: dict[str, Any] = {}
-        for name in sorted(fastest.floats - {START}):
-            float_layers[name] = times[name]
+        float_layers = {name: times[name] for name in sorted(fastest.floats - {START})}
         content = {
             "format": DEPLOY_FORMAT,
             "target": "onnx",
@@ -241,11 +230,7 @@ class Tuner:
         Raises:
             UsageError: the machine is too busy.
         """
-        models: list[bytes] = []
-        for trial in trials:
-            file = self.file(trial.left_out)
-            content = file.SerializeToString()
-            models.append(content)
+        models = [self.file(trial.left_out).SerializeToString() for trial in trials]
         measured = list(trials)
         for feed in self.feeds:
             speeds = self._clear_speeds(models, feed)
@@ -261,7 +246,7 @@ class Tuner:
             UsageError: they do not, however often they are measured.
         """
         for _ in range(_ATTEMPTS):
-            with failures_named(DEFAULT, self.name):
+            with failures_named(DEFAULT, self.name, HELP):
                 speeds = self.meter.speeds(models, self.floating, feed)
             are_clear = all(speed.is_clear for speed in speeds)
             if are_clear and len(speeds) == len(models):
@@ -300,25 +285,21 @@ def _feeds(deployment: Deployment, model: ModelProto) -> tuple[list[int], list[F
 
     The sizes are one sample and up to ten. A model with a fixed batch has only that one.
     """
-    feed = named_inputs(model, deployment, deployment.args, deployment.kwargs)
-    axes: dict[str, int] = {}
+    feed = named_inputs(model, deployment, deployment.call)
     shapes = [shape for shape in input_shapes(deployment.graph) if shape is not None]
-    for name, shape in zip(deployment.input_names, shapes, strict=True):
-        if name in feed and None in shape:
-            axes[name] = shape.index(None)
+    axes = {
+        name: shape.index(None)
+        for name, shape in zip(deployment.input_names, shapes, strict=True)
+        if name in feed and None in shape
+    }
     if not axes:
         return [1], [feed]
-    larger = _MOST_SAMPLES
-    for name, axis in axes.items():
-        samples = feed[name].shape[axis]
-        larger = min(larger, samples)
+    larger = min(_MOST_SAMPLES, *(feed[name].shape[axis] for name, axis in axes.items()))
     sizes = sorted({1, larger})
     feeds: list[Feed] = []
     for size in sizes:
-        part = dict(feed)
-        for name, axis in axes.items():
-            part[name] = feed[name].take(range(size), axis)
-        feeds.append(part)
+        cut = {name: feed[name].take(range(size), axis) for name, axis in axes.items()}
+        feeds.append({**feed, **cut})
     return sizes, feeds
 
 

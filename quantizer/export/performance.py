@@ -1,8 +1,18 @@
-"""Holds which multiplications an engine computes in integers, and how much work each is."""
+"""Holds which multiplications an engine computes in integers, with how much work each is, and
+the speed of a file against the same network in float.
 
+A file that runs while other programs take the processors has a wrong speed, and its rounds may
+agree on it. Linux counts for each thread how long it waits.
+"""
+
+from __future__ import annotations
+
+import os
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import prod
+from pathlib import Path
+from statistics import median, quantiles
 from typing import Any
 
 from quantizer.config.wording import first_names
@@ -106,10 +116,11 @@ class Kernels:
         layers_by_reason: dict[str, list[str]] = {}
         for layer, why in self.floating.items():
             layers_by_reason.setdefault(why, []).append(layer)
-        lines = [self.counted]
-        for why, layers in layers_by_reason.items():
-            lines.append(f"in float: {first_names(layers)}: {why}")
-        return lines
+        lines = [
+            f"in float: {first_names(layers)}: {why}"
+            for why, layers in layers_by_reason.items()
+        ]
+        return [self.counted, *lines]
 
     def to_json(self) -> dict[str, Any]:
         """Return the layers and the shares."""
@@ -144,7 +155,7 @@ def numbered(products: Iterable[Product]) -> list[Product]:
         count = counts.get(product.name, 0) + 1
         counts[product.name] = count
         name = product.name if count == 1 else f"{product.name}#{count}"
-        named.append(Product(name, product.operator, product.is_integer, product.multiply_adds))
+        named.append(replace(product, name=name))
     return named
 
 
@@ -169,3 +180,126 @@ def einsum_multiply_adds(equation: str, shapes: Sequence[Shape | None]) -> int:
         named = [*shape[: len(before)], *shape[len(before) + count :]]
         sizes.update(zip(before + after, named, strict=True))
     return others * prod(sizes.values())
+
+
+# With fewer rounds there is no spread to judge by.
+MIN_ROUNDS = 3
+# The largest ratio of upper to lower quartile. Beyond it another run would give another speed.
+MAX_SPREAD = 1.25
+# The largest speed-up that kernels can give. Beyond it something else has slowed float down.
+MAX_SPEEDUP = 20.0
+# The largest share of the time in which threads may wait for a processor that others use.
+MAX_WAITED = 0.25
+# Below this share of float's speed, the text says how many times slower the file is.
+MUCH_SLOWER = 0.1
+BUSY = "no speed is given: the machine is too busy to measure it"
+
+
+@dataclass(frozen=True)
+class Speed:
+    """The speed of a file as a multiple of the float network's.
+
+    Attributes:
+        ratio: the median over rounds of float's time divided by the file's.
+        low, high: the lower and upper quartile of these ratios.
+        rounds: their number.
+        waited: how long threads waited for processors that other programs used, as a share of
+            the time that was measured.
+        faster: a setting, and the speed that the file would have with it; None if there is no
+            such setting on this processor.
+        remedy: the setting that keeps a file from being slower than float; empty if there is
+            none, or the file is not slower.
+    """
+
+    ratio: float
+    low: float
+    high: float
+    rounds: int
+    waited: float = 0.0
+    faster: tuple[str, Speed] | None = None
+    remedy: str = ""
+
+    @classmethod
+    def of(
+        cls, ours: Sequence[float], floats: Sequence[float], *, waited: float = 0.0
+    ) -> Speed | None:
+        """Return the speed, or None if there are too few rounds.
+
+        Args:
+            ours: seconds of the file, one for each round.
+            floats: seconds of the float network, in the same rounds.
+            waited: the share of the time in which threads waited for processors.
+
+        >>> Speed.of([1.0, 1.0, 1.0], [1.5, 2.0, 2.5])
+        Speed(ratio=2.0, low=1.75, high=2.25, rounds=3, waited=0.0, faster=None, remedy='')
+        """
+        times = zip(ours, floats, strict=True)
+        ratios = [theirs / our for our, theirs in times if our > 0 and theirs > 0]
+        if len(ratios) < MIN_ROUNDS:
+            return None
+        low, _, high = quantiles(ratios, n=4, method="inclusive")
+        return cls(median(ratios), low, high, len(ratios), waited)
+
+    @property
+    def is_clear(self) -> bool:
+        """Return whether rounds agree, and had the processors, so that a speed is stated."""
+        do_agree = self.high <= MAX_SPREAD * self.low and self.ratio < MAX_SPEEDUP
+        return do_agree and self.waited <= MAX_WAITED
+
+    @property
+    def text(self) -> str:
+        """Return the speed with its spread in words, or why there is none.
+
+        >>> Speed(1.8, 1.75, 1.86, 7).text
+        '1.8x the speed of float (1.8 to 1.9 in 7 rounds)'
+        >>> Speed(0.04, 0.0399, 0.0401, 7).text
+        '25 times slower than float (24.9 to 25.1 in 7 rounds)'
+        >>> Speed(1.8, 0.9, 3.1, 7).text
+        'no speed is given: the machine is too busy to measure it'
+        >>> fastest = Speed(2.5, 2.4, 2.6, 7)
+        >>> Speed(1.2, 1.1, 1.2, 7, faster=("--onnx_weights int8", fastest)).text
+        '1.2x the speed of float (1.1 to 1.2 in 7 rounds); 2.5x with --onnx_weights int8'
+        >>> Speed(0.6, 0.58, 0.61, 7, remedy="--onnx_profile tuned").text
+        '0.60x the speed of float (0.58 to 0.61 in 7 rounds); slower: use --onnx_profile tuned'
+        """
+        if not self.is_clear:
+            return BUSY
+        text = self._ratio_text()
+        if self.faster is not None:
+            setting, speed = self.faster
+            text += f"; {speed.ratio:.1f}x with {setting}"
+        if self.remedy:
+            text += f"; slower: use {self.remedy}"
+        return text
+
+    def _ratio_text(self) -> str:
+        if self.ratio < MUCH_SLOWER:
+            spread = f"{1 / self.high:.1f} to {1 / self.low:.1f} in {self.rounds} rounds"
+            return f"{1 / self.ratio:.0f} times slower than float ({spread})"
+        digits = 1 if self.ratio >= 1 else 2
+        spread = f"{self.low:.{digits}f} to {self.high:.{digits}f}"
+        return f"{self.ratio:.{digits}f}x the speed of float ({spread} in {self.rounds} rounds)"
+
+
+_NANOSECONDS = 1e9
+
+
+def waited_seconds(process: int | None = None) -> float:
+    """Return for how many seconds the threads of a process were ready and did not run.
+
+    The waits of all threads since their start are added up. Source: Linux,
+    Documentation/scheduler/sched-stats.rst. Other systems do not count them: there it is 0.
+
+    Args:
+        process: its number; None for this one.
+    """
+    number = os.getpid() if process is None else process
+    nanoseconds = 0
+    for path in Path(f"/proc/{number}/task").glob("*/schedstat"):
+        try:
+            _, waited, _ = path.read_text("ascii").split()
+        except (OSError, ValueError):
+            # A thread has ended, or the kernel does not count
+            continue
+        nanoseconds += int(waited)
+    return nanoseconds / _NANOSECONDS

@@ -1,22 +1,152 @@
-"""Divides the nodes of a file into blocks. A block is one product and all nodes after it, up to
-the next product.
+"""Measures files in ONNX Runtime, whole in turns or kernel by kernel, and divides their nodes
+into blocks. A block is one product and all nodes after it, up to the next product.
 
 A product is a node that most of the time goes to: a convolution, a matrix product or a
 recurrent layer. ONNX Runtime computes it in integers or in float, and what follows it with it.
 A block has the name of its product.
 """
 
+import platform
 import re
-from collections.abc import Iterable
+import time
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from math import prod
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
 
+import onnx
+import onnxruntime
+import torch
 from onnx import ModelProto, NodeProto
 
-from quantizer.export.onnx.executed import OPTIMIZER_SUFFIXES
-from quantizer.export.onnx.marks import PRODUCTS
+from quantizer.export.onnx.executed import OPTIMIZER_SUFFIXES, kernel_events, profiled
+from quantizer.export.onnx.lowering import PRODUCTS
 from quantizer.export.onnx.passes.moves import MOVE_OPERATORS
-from quantizer.export.onnx.tuned.meter import Kernel, Profile
+from quantizer.export.onnx.speed import Feed, mean_seconds, speeds_in_turns, timed_session
+from quantizer.export.performance import Speed
 from quantizer.plan.model import Key
+
+# A profile has at least so many runs, and more as long as they fit in these seconds.
+_MIN_RUNS = 5
+_MAX_PROFILED_RUNS = 50
+_PROFILE_SECONDS = 1.0
+# Files are compared in rounds for so many seconds, for each file.
+_SECONDS_FOR_EACH = 1.5
+# A round of a file takes at least so many seconds, so that short disturbances hardly count.
+_SHORTEST = 0.02
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """A kernel that a session ran.
+
+    Attributes:
+        name: of the node in the optimized graph.
+        seconds: of its fastest run.
+        elements: of its first output.
+    """
+
+    name: str
+    op_type: str
+    seconds: float
+    elements: int
+
+
+@dataclass(frozen=True)
+class Profile:
+    """The kernels of a session, and the graph that the optimizer made for it."""
+
+    optimized: ModelProto
+    kernels: tuple[Kernel, ...]
+
+    @property
+    def seconds(self) -> float:
+        """Return the time of all kernels."""
+        return sum(kernel.seconds for kernel in self.kernels)
+
+
+class RuntimeMeter:
+    """Measures with ONNX Runtime, on as many threads as torch has."""
+
+    def __init__(self) -> None:
+        self.threads = torch.get_num_threads()
+
+    @property
+    def conditions(self) -> Mapping[str, Any]:
+        """Return what the times hold for."""
+        return {
+            "runtime": f"ONNX Runtime {onnxruntime.__version__}",
+            "processor": _processor(),
+            "threads": self.threads,
+            "vnni": torch.cpu._is_vnni_supported(),
+        }
+
+    def _options(self) -> onnxruntime.SessionOptions:
+        options = onnxruntime.SessionOptions()
+        options.intra_op_num_threads = self.threads
+        return options
+
+    def profile(self, model: bytes, feed: Feed) -> Profile:
+        """Return the time of each kernel in its fastest run."""
+        with TemporaryDirectory() as name:
+            folder = Path(name)
+            options = self._options()
+            profiled(options, name)
+            optimized = folder / "optimized.onnx"
+            options.optimized_model_filepath = str(optimized)
+            session = timed_session(model, options)
+            start = time.perf_counter()
+            for index in range(_MAX_PROFILED_RUNS):
+                is_long = time.perf_counter() - start > _PROFILE_SECONDS
+                if is_long and index >= _MIN_RUNS:
+                    break
+                session.run(None, feed)
+            return Profile(onnx.load(optimized), _fastest(kernel_events(session)))
+
+    def speeds(self, models: Sequence[bytes], floating: bytes, feed: Feed) -> list[Speed]:
+        """Return the speed of each model against the float network, measured in turns."""
+        first, *others = models
+        timers = [
+            partial(mean_seconds, timed_session(model, self._options()), feed)
+            for model in (first, floating, *others)
+        ]
+        speeds = speeds_in_turns(
+            timers, seconds=_SECONDS_FOR_EACH * len(timers), shortest=_SHORTEST
+        )
+        return [speed for speed in speeds if speed is not None]
+
+
+def _fastest(events: Iterable[tuple[str, Mapping[str, Any]]]) -> tuple[Kernel, ...]:
+    """Return the kernels of a profile, each with its fastest run."""
+    kernels: dict[str, Kernel] = {}
+    for name, event in events:
+        # The profiler counts microseconds
+        seconds = event["dur"] / 1e6
+        if name in kernels and kernels[name].seconds <= seconds:
+            continue
+        elements = 0
+        for shapes in event["args"].get("output_type_shape", ())[:1]:
+            for shape in shapes.values():
+                elements = prod(shape)
+        kernels[name] = Kernel(name, event["args"]["op_name"], seconds, elements)
+    return tuple(kernels.values())
+
+
+def _processor() -> str:
+    """Return the name of the processor, as the system gives it."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text("utf-8").splitlines()
+    except OSError:
+        lines = []
+    for line in lines:
+        word, _, value = line.partition(":")
+        if word.strip() == "model name":
+            return value.strip()
+    return platform.processor() or platform.machine()
+
 
 START = ""
 """The name of the block before the first product."""
@@ -58,13 +188,14 @@ class BlockMap:
     Attributes:
         nodes: of the file.
         names: of all blocks, in order of computation.
+        block_of_node: the block of each node, by their names.
     """
 
     def __init__(self, model: ModelProto) -> None:
         self.nodes = list(model.graph.node)
         self.names = [START]
         self._position_of_block = {START: 0}
-        self._block_of_node: dict[str, str] = {}
+        self.block_of_node: dict[str, str] = {}
         self._block_of_value: dict[str, str] = {}
         for value in model.graph.input:
             self._block_of_value[value.name] = START
@@ -84,11 +215,11 @@ class BlockMap:
                 self._readers.setdefault(name, []).append(node)
         # The nodes left depend on constants. From the last, so that their readers have a block
         for node in reversed(self.nodes):
-            if node.name in self._block_of_node:
+            if node.name in self.block_of_node:
                 continue
             block = START
             for reader in self._readers_of(node):
-                block = self._block_of_node[reader.name]
+                block = self.block_of_node[reader.name]
             self._put(node, block)
 
     def _block_before(self, node: NodeProto) -> str | None:
@@ -106,25 +237,20 @@ class BlockMap:
 
     def _put(self, node: NodeProto, block: str) -> None:
         """Assign a node and its outputs to a block."""
-        self._block_of_node[node.name] = block
+        self.block_of_node[node.name] = block
         for name in node.output:
             self._block_of_value[name] = block
 
     def _readers_of(self, node: NodeProto) -> list[NodeProto]:
         """Return the nodes that read an output of a node."""
-        readers: list[NodeProto] = []
-        for name in node.output:
-            readers += self._readers.get(name, [])
-        return readers
+        return [reader for name in node.output for reader in self._readers.get(name, [])]
 
     def points(self, keys: Iterable[Key]) -> list[QuantizationPoint]:
         """Return the places where the file quantizes these activations.
 
         An activation that it does not quantize has none.
         """
-        nodes_by_key: dict[Key, list[NodeProto]] = {}
-        for key in keys:
-            nodes_by_key[key] = []
+        nodes_by_key: dict[Key, list[NodeProto]] = {key: [] for key in keys}
         for node in self.nodes:
             key_or_none = key_of_node(node.name)
             if key_or_none in nodes_by_key:
@@ -134,7 +260,7 @@ class BlockMap:
             if not nodes:
                 continue
             names = frozenset(node.name for node in nodes)
-            block = self._block_of_node[nodes[0].name]
+            block = self.block_of_node[nodes[0].name]
             readers = self._final_readers(nodes)
             points.append(QuantizationPoint(key, names, block, readers))
         return points
@@ -154,10 +280,6 @@ class BlockMap:
                 if is_new and reader.op_type in _PASSING:
                     waiting.append(reader)
         return tuple(readers)
-
-    def block_of_node(self, name: str) -> str:
-        """Return the block of the node of the file that has this name."""
-        return self._block_of_node[name]
 
     def seconds(self, profile: Profile, left_out: Iterable[Kernel] = ()) -> dict[str, float]:
         """Return the seconds that each block takes in a profile of this file.
@@ -210,8 +332,8 @@ class BlockMap:
         names of its outputs.
         """
         name = original_name(node.name)
-        if name in self._block_of_node:
-            return self._block_of_node[name]
+        if name in self.block_of_node:
+            return self.block_of_node[name]
         # A kernel that was merged from several nodes has the name of their last value
         for value in (name, *node.output):
             if value in self._block_of_value:
