@@ -28,8 +28,7 @@ from torch.utils import _pytree as pytree
 
 from quantizer.config.wording import a_kind, first_names
 from quantizer.errors import ModelError, QuantizerError
-from quantizer.sources.kinds import WEIGHT_SUFFIXES
-from quantizer.sources.tensor_kinds import dtype_name, unsupported_reason
+from quantizer.sources.tensor_kinds import WEIGHT_SUFFIXES, dtype_name, unsupported_reason
 from quantizer.storage.deferred_tensor import DeferredTensor
 from quantizer.storage.process_memory import size_text
 from quantizer.storage.safetensors_file import deferred_file, load_tensors
