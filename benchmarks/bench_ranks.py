@@ -18,7 +18,8 @@ from pathlib import Path
 import torch
 from workloads import images, resnet18
 
-from quantizer.calibration import observing, rank_shards
+from quantizer.calibration import observing
+from quantizer.calibration.snapshots import observe_share
 from quantizer.config.diagnostics import Sourced
 from quantizer.config.model import ROLES, ConfigRule, ResolvedConfig, Selector, Settings
 from quantizer.distributed import ALONE, Ranks
@@ -100,7 +101,7 @@ def fork(plan: Plan, batches: list[Batch], count: int, rank: int, folder: Path) 
     began, worked = time.perf_counter(), time.process_time()
     with torch.no_grad():
         if count > 1:
-            rank_shards.observe_share(calibration, network, batches, group)
+            observe_share(calibration, network, batches, group)
         else:
             observing.observe_batches(calibration, network, batches)
         observing.observed_solution(calibration)

@@ -1,5 +1,5 @@
-"""Escape texts of users, such as names of files and layers: printed, they must not control a
-terminal or a CI log, and in a page they must not be elements of HTML.
+"""Escape texts of users, such as names of files and layers. Printed, they must not control a
+terminal or a CI log. In a page they must not be elements of HTML.
 """
 
 import json

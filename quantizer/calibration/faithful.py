@@ -110,7 +110,7 @@ def compare_with_model(
 
 def changed_function(original: Graph, changed: Network, batch: Batch) -> float:
     """Return how far passes and rescaled weights have moved the outputs of a network, as a
-    share of their size; 0 if rounding explains it, or if the weights stay in their files.
+    share of their size. Return 0 if rounding explains it, or if weights stay in their files.
 
     Args:
         original: the model as traced.

@@ -125,9 +125,9 @@ def observe(request: CalibrationRequest, state: CalibrationState) -> Calibration
             observing.observe_batches(calibration, model, remaining_batches())
         else:
             # A run in one process does not need it
-            from quantizer.calibration import rank_shards
+            from quantizer.calibration.snapshots import observe_share
 
-            rank_shards.observe_share(calibration, model, remaining_batches(), request.ranks)
+            observe_share(calibration, model, remaining_batches(), request.ranks)
             observing.require_batches(calibration)
             batches.require_same(request.ranks)
         fingerprint = batches.seen

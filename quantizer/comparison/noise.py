@@ -72,7 +72,7 @@ class Noise:
 
 
 def beside_mask_constants(x: Tensor) -> Tensor | None:
-    """Return which values are no mask constants, if there is a gap between the two; None
+    """Return which values are not mask constants, if there is a gap between the two; None
     if there is no gap.
 
     Mask constants have nearly all the energy, so that they hide the error of the others.

@@ -278,7 +278,7 @@ def started(program: str, folder: Path) -> subprocess.Popen[str]:
     """Start a program of another engine in a folder, with pipes for its input and outputs.
 
     Args:
-        program: its text, so that no module beside its file stands for one that it imports.
+        program: its text, so that no module next to its file stands for one that it imports.
         folder: that it works in.
     """
     return subprocess.Popen(

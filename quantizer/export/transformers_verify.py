@@ -110,7 +110,7 @@ def require_all_keys(
 
 @contextmanager
 def silenced(name: str) -> Iterator[None]:
-    """Suppress the remarks and warnings of a logger."""
+    """Suppress the messages of a logger."""
     logger = logging.getLogger(name)
     level = logger.level
     logger.setLevel(logging.CRITICAL)

@@ -19,9 +19,8 @@ from quantizer.config.model import QuantizationSpec
 from quantizer.errors import DataError, first_line
 from quantizer.graph.tracing.parameters import set_parameter
 from quantizer.layerwise.gram import GroupSums
-from quantizer.layerwise.output_error import output_error
 from quantizer.layerwise.patches import weight_matrix
-from quantizer.layerwise.round_to_nearest import nearest_qparams
+from quantizer.layerwise.round_to_nearest import nearest_qparams, output_error
 from quantizer.layerwise.sequential_runner import SequentialRunner, no_batches, watching
 from quantizer.nn.network import Execution, Network
 from quantizer.nn.quantized_tensor import QuantizedTensor

@@ -1,5 +1,5 @@
-"""The base class of all layers: a module with quantizers by role. How images, and the weights
-that read them, lie in memory.
+"""The base class of all layers: a module with quantizers by role. The order in memory of
+images, and of the weights that read them.
 """
 
 from typing import Any, ClassVar, cast

@@ -1,5 +1,5 @@
-"""Which layers the rules of a config apply to, what all rules for a tensor set, and which
-layers switches and stubs keep float.
+"""The layers to which the rules of a config apply, and what all rules for a tensor set. The
+layers that switches and stubs keep float.
 """
 
 import dataclasses
@@ -30,6 +30,30 @@ from quantizer.plan.floating import (
     scaled_inputs,
 )
 from quantizer.plan.model import RANKS, Match, RuleMatch
+
+MergedSpec = tuple[QuantizationSpec | None, dict[str, Sourced]]
+"""A spec and the origin of each field that a rule sets."""
+_KINDRED = frozenset(
+    {
+        "bit_width",
+        "signed",
+        "symmetric",
+        "narrow_range",
+        "symmetric_scale",
+        "round_mode",
+        "scale_mode",
+    }
+)
+"""Fields that integers do not inherit from floating-point formats, nor these from integers."""
+_QSCHEMES_WITH_AXIS = {"per_channel", "per_group"}
+_SPEC_FIELDS = tuple(field.name for field in dataclasses.fields(QuantizationSpec))
+_DERIVED_FIELDS = ("ch_axis", "finest_position")
+"""Fields whose default depends on the layer or on the device, so that their origin is not
+"default".
+"""
+FIRST_LAST = "keep_first_last_layer_accuracy"
+ROUTER = "chooses experts, and engines compute it in float"
+_ENTRIES = ("input", "module_input")
 
 
 @dataclass
@@ -111,29 +135,6 @@ def has_own_weights(node: Node) -> bool:
     if node.op in ("parameter", "channel_scale"):
         return False
     return node.row.weight and bool(node.params)
-
-
-MergedSpec = tuple[QuantizationSpec | None, dict[str, Sourced]]
-"""A spec and the origin of each field that a rule sets."""
-
-_KINDRED = frozenset(
-    {
-        "bit_width",
-        "signed",
-        "symmetric",
-        "narrow_range",
-        "symmetric_scale",
-        "round_mode",
-        "scale_mode",
-    }
-)
-"""Fields that integers do not inherit from floating-point formats, nor these from integers."""
-_QSCHEMES_WITH_AXIS = {"per_channel", "per_group"}
-_SPEC_FIELDS = tuple(field.name for field in dataclasses.fields(QuantizationSpec))
-_DERIVED_FIELDS = ("ch_axis", "finest_position")
-"""Fields whose default depends on the layer or on the device, so that their origin is not
-"default".
-"""
 
 
 def merge_fields(blocks: Sequence[Fields], role: Role) -> dict[str, Sourced]:
@@ -243,11 +244,6 @@ def field_origins(sources: Mapping[str, Sourced]) -> dict[str, str]:
         elif name not in _DERIVED_FIELDS:
             origins[name] = "default"
     return origins
-
-
-FIRST_LAST = "keep_first_last_layer_accuracy"
-ROUTER = "chooses experts, and engines compute it in float"
-_ENTRIES = ("input", "module_input")
 
 
 def residual(config: ResolvedConfig, graph: Graph, rules: list[MatchedRule]) -> set[str]:

@@ -1,14 +1,19 @@
-"""The layers that a selector names, also by type or kind, and the closest if it names none."""
+"""The layers that a selector names, also by type, kind, glob or regular expression, and the
+closest if it names none.
+"""
 
 import difflib
 import fnmatch
 import re
-from collections.abc import Callable, Mapping
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 
 from quantizer.config.model import Selector
-from quantizer.config.patterns import glob_of_names, matching_limit
-from quantizer.errors import UsageError
+from quantizer.errors import QuantizerError, UsageError
 from quantizer.graph.ir import Graph, Node
 from quantizer.graph.names import around, call_paths, is_operator_name, module_of
 from quantizer.graph.structure.attention import cached_values
@@ -36,6 +41,9 @@ the last layer that multiplies.
 
 # The word of other frameworks, and of the documentation of the hierarchical form
 _OTHER_WORDS = {"dense": "Linear"}
+
+MATCHING_S = 2
+"""The time limit for a regular expression."""
 
 
 def attentions(named: Match, graph: Graph) -> Match:
@@ -224,3 +232,58 @@ def _survivors(names: list[str], rank: str, graph: Graph, note: str | None = Non
             alive[name] = None
     absorbed = tuple(name for name in names if name in graph.absorbed)
     return Match(tuple(alive), RANKS.index(rank), note, absorbed)
+
+
+def glob_of_names(text: str) -> re.Pattern[str]:
+    """Return the regular expression of a glob for layer names.
+
+    Layer names have brackets, so a bracket is literal, and so is `[[]`, as shells write it.
+
+    >>> bool(glob_of_names("*Linear[f?]*").fullmatch("Net::Net/Linear[fc]/linear"))
+    True
+    """
+    literal = text.replace("[[]", "[").replace("[", "[[]")
+    # It backtracks into no earlier star, so any number of stars is fast
+    return re.compile(fnmatch.translate(literal))
+
+
+@contextmanager
+def matching_limit(text: str, error: type[QuantizerError]) -> Iterator[None]:
+    """Stop a regular expression that backtracks for too long inside the `with` block.
+
+    Python has no limit for that. A signal stops it, which only the main thread can receive, and
+    which Windows lacks. Elsewhere the time is checked at the end.
+
+    Args:
+        text: the pattern.
+        error: the class of errors to raise.
+
+    Raises:
+        error: it takes too long.
+    """
+    failure = error(
+        f"the pattern {text!r:.200} takes more than {MATCHING_S} s to match names of layers",
+        help="use no repetition inside another one, such as (a+)+",
+    )
+    start = time.monotonic()
+    is_main_thread = threading.current_thread() is threading.main_thread()
+    if not is_main_thread or not hasattr(signal, "SIGALRM"):
+        yield
+        if time.monotonic() - start > MATCHING_S:
+            raise failure
+        return
+
+    def stop(*_: object) -> None:
+        raise failure
+
+    handler = signal.signal(signal.SIGALRM, stop)
+    # The user's code may have set a timer of its own
+    remaining, interval = signal.setitimer(signal.ITIMER_REAL, MATCHING_S)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, handler)
+        if remaining:
+            remaining = max(remaining - (time.monotonic() - start), 1e-6)
+            signal.setitimer(signal.ITIMER_REAL, remaining, interval)

@@ -9,8 +9,8 @@ from unittest.mock import patch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quantizer.layerwise import budget
-from quantizer.layerwise.budget import Option, choose
+from quantizer.evaluation import width_choice
+from quantizer.evaluation.width_choice import Option, choose
 
 sizes = st.integers(0, 40)
 errors = st.floats(0, 1e6, allow_nan=False)
@@ -52,7 +52,7 @@ def test_no_choice_within_the_budget_is_better(items: list[list[Option]], limit:
 def test_few_states_stay_within_the_budget_and_no_worse_than_one_choice_for_all(
     items: list[list[Option]], limit: int
 ) -> None:
-    with patch.object(budget, "_MAX_STATES", 3):
+    with patch.object(width_choice, "_MAX_STATES", 3):
         found = choose(items, limit)
     uniform = [(index,) * len(items) for index in range(len(items[0]))]
     fitting = [chosen for chosen in uniform if size_of(items, chosen) <= limit]
@@ -79,7 +79,7 @@ def layers(count: int) -> list[list[Option]]:
 def test_where_states_are_a_sample_the_choice_is_close_to_the_best() -> None:
     items = layers(120)
     limit = size_of(items, (1,) * len(items))
-    with patch.object(budget, "_MAX_STATES", 1 << 11):
+    with patch.object(width_choice, "_MAX_STATES", 1 << 11):
         found = choose(items, limit)
     assert found is not None
     assert size_of(items, found) <= limit

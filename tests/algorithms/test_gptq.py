@@ -41,8 +41,7 @@ from quantizer.config.model import QuantizationSpec
 from quantizer.errors import DataError
 from quantizer.layerwise.adjustment import Adjustment
 from quantizer.layerwise.gram import Gram
-from quantizer.layerwise.output_error import output_error
-from quantizer.layerwise.round_to_nearest import nearest, nearest_qparams
+from quantizer.layerwise.round_to_nearest import nearest, nearest_qparams, output_error
 from quantizer.numerics.codes import encode
 from quantizer.numerics.formats import scale_bytes
 from quantizer.numerics.qparams import QParams

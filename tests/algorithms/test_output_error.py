@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quantizer.layerwise.output_error import estimated_error, output_error
+from quantizer.layerwise.round_to_nearest import estimated_error, output_error
 
 SEEDS, STRIDES = st.integers(0, 1000), st.integers(1, 9)
 

@@ -672,6 +672,6 @@ def test_a_pattern_that_would_never_end_is_refused(
     toy: Toy, capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Two seconds in earnest
-    monkeypatch.setattr("quantizer.config.patterns.MATCHING_S", 0.2)
+    monkeypatch.setattr("quantizer.plan.selected.MATCHING_S", 0.2)
     assert run_command(["inspect", "--model", toy(), "--filter", "re:(.*)*(.*)*(a+)+$"]) == 2
     assert "takes more than 0.2 s to match names of layers" in one_sentence(capsys)

@@ -8,10 +8,10 @@ import time
 import pytest
 from support.toys import traced
 
-from quantizer.config import patterns
 from quantizer.config.model import ConfigRule, ResolvedConfig, Selector, Settings
 from quantizer.errors import UsageError
 from quantizer.graph.passes import run_passes
+from quantizer.plan import selected
 from quantizer.plan.match import match
 from quantizer.plan.model import RANKS, Match
 from quantizer.plan.resolve import resolve_plan
@@ -185,7 +185,7 @@ def test_without_signals_the_time_is_checked_at_the_end(
 ) -> None:
     monkeypatch.delattr(signal, "SIGALRM")
     assert short(found("re:conv1")) == ["Conv2d[conv1]/conv2d"]
-    monkeypatch.setattr(patterns, "MATCHING_S", 0)
+    monkeypatch.setattr(selected, "MATCHING_S", 0)
     with pytest.raises(UsageError, match="takes more than 0 s to match names of layers"):
         found("re:conv1")
 
@@ -211,7 +211,7 @@ def test_a_glob_of_many_stars_is_fast(text: str) -> None:
     ],
 )
 def test_a_bracket_of_a_layer_name_is_literal(text: str, name: str, fits: bool) -> None:
-    assert bool(patterns.glob_of_names(text).fullmatch(name)) is fits
+    assert bool(selected.glob_of_names(text).fullmatch(name)) is fits
 
 
 def test_a_timer_of_the_user_goes_on() -> None:

@@ -57,11 +57,11 @@ from quantizer.layerwise.gram import (
     quantized_layers,
     zero_channels,
 )
-from quantizer.layerwise.output_error import output_error
 from quantizer.layerwise.patches import weight_matrix
 from quantizer.layerwise.round_to_nearest import (
     layer_qparams,
     nearest,
+    output_error,
     sampled_rows,
     steps_before_rounding,
     super_block_remarks,

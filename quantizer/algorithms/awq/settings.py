@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from quantizer.config.algorithms import ONLINE, AlgoConfig, AlgorithmStage, setting
+from quantizer.config.search_steps import ConfigChange, ConfigStep
 from quantizer.config.typed_fields import type_checked
 
 
@@ -36,3 +37,12 @@ class AWQConfig(AlgoConfig):
     online: bool = setting(True, ONLINE)
     num_attention_heads: int = -1
     num_key_value_heads: int = -1
+
+
+_ENTRY = {"name": "awq", "online": False}
+STEP = ConfigStep(
+    "smoothing",
+    "a pass over the data",
+    (ConfigChange("AWQ", algorithm=_ENTRY, needs_activations=False),),
+    place=3,
+)

@@ -56,7 +56,7 @@ PLUGIN = Plugin(
     "equalization",
     rank=25,
     algorithms={"cle": ListedAlgorithm(f"{_FOLDER}.settings:CLEConfig", switch="include_cle")},
-    search=f"{_FOLDER}.search:STEP",
+    search=f"{_FOLDER}.settings:STEP",
     passes={"cross_layer_equalization": _EQUALIZE, "absorb_high_biases": _ABSORB},
     steps=(_DECIDE_ABSORPTION, _DECIDE_LEVELS),
 )

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from quantizer.config.algorithms import PreQuantOptConfig, setting
+from quantizer.config.search_steps import ConfigChange, ConfigStep
 from quantizer.config.typed_fields import type_checked
 
 
@@ -73,3 +74,11 @@ class CLEConfig(PreQuantOptConfig):
             "than a percent",
         ),
     )
+
+
+STEP = ConfigStep(
+    "equalization",
+    "a calibration; nothing at run time",
+    (ConfigChange("neighbouring layers equalized", algorithm={"name": "cle"}),),
+    place=2,
+)

@@ -11,9 +11,8 @@ from quantizer.algorithms.gptq.target import GptqTarget, Member, Products
 from quantizer.config.model import QuantizationSpec
 from quantizer.layerwise.adjustment import Remark, RoundedWeight
 from quantizer.layerwise.gram import UNREACHED
-from quantizer.layerwise.output_error import output_error
 from quantizer.layerwise.patches import weight_matrix
-from quantizer.layerwise.round_to_nearest import layer_qparams
+from quantizer.layerwise.round_to_nearest import layer_qparams, output_error
 from quantizer.nn import ExpertLinear
 from quantizer.numerics.qparams import QParams
 

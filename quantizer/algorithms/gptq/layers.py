@@ -29,8 +29,12 @@ from quantizer.config.model import QuantizationSpec
 from quantizer.layerwise.adjustment import Remark, RoundedWeight
 from quantizer.layerwise.clip_search import ClipSearch, clip_shares, group_size
 from quantizer.layerwise.gram import zero_channels
-from quantizer.layerwise.output_error import estimated_error, output_error
-from quantizer.layerwise.round_to_nearest import nearest, nearest_qparams
+from quantizer.layerwise.round_to_nearest import (
+    estimated_error,
+    nearest,
+    nearest_qparams,
+    output_error,
+)
 from quantizer.numerics.qparams import QParams, uncut
 from quantizer.numerics.two_level import nearest_group_scale
 from quantizer.observers import code_range_of, kernel_of

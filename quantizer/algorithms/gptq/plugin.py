@@ -3,7 +3,7 @@
 from quantizer.declarations import ListedAlgorithm, Plugin
 
 _SETTINGS = "quantizer.algorithms.gptq.settings"
-_SEARCH = "quantizer.algorithms.gptq.search:STEP"
+_SEARCH = "quantizer.algorithms.gptq.settings:STEP"
 PLUGIN = Plugin(
     "gptq",
     rank=23,

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from quantizer.config.algorithms import LAYERS, SHARED_SETTINGS, AlgoConfig, Setting, setting
+from quantizer.config.search_steps import ConfigChange, ConfigStep
 from quantizer.config.typed_fields import type_checked
 
 _SETTINGS = {
@@ -152,3 +153,19 @@ class QronosConfig(DriftRounding):
         exclusiveMinimum=0,
         maximum=1,
     )
+
+
+STEP = ConfigStep(
+    "rounding",
+    "a Hessian for each layer, column after column",
+    (
+        ConfigChange("gptq", algorithm={"name": "gptq"}),
+        ConfigChange("qronos", algorithm={"name": "qronos"}),
+        ConfigChange(
+            "qronos with searched scales",
+            algorithm={"name": "qronos", "scale_search": True, "sweeps": 4},
+            most_bits=4,
+        ),
+    ),
+    place=5,
+)

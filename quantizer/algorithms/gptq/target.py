@@ -24,9 +24,13 @@ from quantizer.algorithms.gptq.rows import ColumnScales, Factor, factorize
 from quantizer.algorithms.gptq.settings import ColumnRounding, GPTAQConfig, QronosConfig
 from quantizer.config.model import QuantizationSpec
 from quantizer.layerwise.clip_search import group_size
-from quantizer.layerwise.output_error import leading
 from quantizer.layerwise.patches import is_linear, matrix_shape, matrix_weight, weight_matrix
-from quantizer.layerwise.round_to_nearest import layer_qparams, nearest, nearest_qparams
+from quantizer.layerwise.round_to_nearest import (
+    layer_qparams,
+    leading,
+    nearest,
+    nearest_qparams,
+)
 from quantizer.numerics.granularity import from_rows, to_rows
 from quantizer.numerics.qparams import QParams
 from quantizer.observers import kernel_of

@@ -3,7 +3,7 @@
 from quantizer.declarations import FIT_INPUTS, ListedAlgorithm, Plugin
 
 _SETTINGS = "quantizer.algorithms.smoothquant.settings:SmoothQuantConfig"
-_SEARCH = "quantizer.algorithms.smoothquant.search:STEP"
+_SEARCH = "quantizer.algorithms.smoothquant.settings:STEP"
 PLUGIN = Plugin(
     "smoothquant",
     rank=20,

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 from quantizer.config.algorithms import ONLINE, PreQuantOptConfig, setting
+from quantizer.config.search_steps import ConfigChange, ConfigStep
 from quantizer.config.typed_fields import type_checked
 
 
@@ -40,3 +41,19 @@ class SmoothQuantConfig(PreQuantOptConfig):
     num_attention_heads: int = -1
     num_key_value_heads: int = -1
     online: bool = setting(True, ONLINE)
+
+
+_ENTRY = {"name": "smoothquant", "alpha": 0.5, "online": False}
+STEP = ConfigStep(
+    "smoothing",
+    "a pass over the data, with alpha auto several",
+    (
+        ConfigChange("SmoothQuant, alpha 0.5", algorithm=_ENTRY, needs_activations=True),
+        ConfigChange(
+            "SmoothQuant, alpha auto",
+            algorithm={**_ENTRY, "alpha": "auto"},
+            needs_activations=True,
+        ),
+    ),
+    place=3,
+)

@@ -1,6 +1,4 @@
-"""What the commands that look at a model before a calibration add, and the one that compares
-configs and results.
-"""
+"""What commands add: those that look at a model before a calibration, and `diff`."""
 
 from quantizer.declarations import Command, Plugin
 

@@ -1,6 +1,6 @@
-"""Runs `quantizer run` on the modules of a model that cannot be traced: only weights are
-quantized, the outputs are compared with those of the float model, and only files that need no
-graph are written. Holds what any run has done, for its verdict.
+"""Runs `quantizer run` on the modules of a model that cannot be traced. Only weights are
+quantized, and only files that need no graph are written. Holds what any run has done, for its
+verdict.
 """
 
 from __future__ import annotations

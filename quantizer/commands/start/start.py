@@ -1,4 +1,4 @@
-"""The first commands: `quantizer demo` writes a small trained example and says what to try;
+"""The first commands: `quantizer demo` writes a small trained example and says what to try.
 `quantizer init` writes a preset as a first config, and fits it to a model if one is given.
 Import no torch.
 """

@@ -224,7 +224,7 @@ def _export_batches(
     if program is None:
         program = _export(module, *call, batch=None)
     if choices:
-        from quantizer.graph.tracing.trace_errors import missing_axis, undeclared_arguments
+        from quantizer.graph.tracing.size_guards import missing_axis, undeclared_arguments
 
         remedy = undeclared_arguments(module, call) or missing_axis(program)
         size = samples_in(call, choices[0])
@@ -343,12 +343,12 @@ def _export(
         if watched is not None and watched.remark:
             logger.info("%s", watched.remark)
         # Only models that cannot be traced need it
-        from quantizer.graph.tracing.trace_errors import explain_failure
+        from quantizer.graph.tracing.size_guards import explain_failure
 
         raise explain_failure(module, error) from error
     except BaseException as error:
         # forward() called sys.exit(): the process goes on, so that it ends with a sentence.
-        from quantizer.graph.tracing.trace_errors import place_of
+        from quantizer.graph.tracing.size_guards import place_of
 
         raise SameForAllExamplesError(
             f"{type(module).__name__} cannot be traced: its forward() raised "

@@ -1,6 +1,5 @@
-"""Dequantize layers: fp8 with a scale for each tensor, channel or block, as DeepSeek and Qwen
-publish them; experts in mxfp4, as OpenAI publishes gpt-oss; GPTQ and AWQ, whose codes are
-packed into words.
+"""Dequantize layers. These are fp8 with a scale for each tensor, channel or block (DeepSeek,
+Qwen), experts in mxfp4 (gpt-oss), and codes that are packed into words (GPTQ, AWQ).
 
 Source: `Fp8Dequantize` and `convert_moe_packed_tensors` of transformers; the weight_dequant of
 DeepSeek-V3; `pack` and `forward` of AutoGPTQ's qlinear_cuda.py; GPTQModel for the format

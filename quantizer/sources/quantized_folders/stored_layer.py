@@ -1,6 +1,6 @@
-"""Describe what a folder stores: the field `quantization_config` of its config.json, quantized
-layers, whose tensors are checked before their use, and codes with scales and zero points of
-groups, which become values.
+"""Describe what a folder stores: the field `quantization_config` of its config.json, and
+quantized layers. Their tensors are checked before their use. Codes with scales and zero points
+of groups become values.
 """
 
 from collections.abc import Collection, Mapping, Sequence
