@@ -29,7 +29,7 @@ from family_table import with_families
 from stub import stub
 from tested_table import with_table
 
-from quantizer.commands.start.convert import convert_config
+from quantizer.commands.start.start import convert_config
 from quantizer.config.algorithm_schema import generated_schema
 from quantizer.config.forms.form import Form, block_of
 from quantizer.config.forms.layered import FIELDS

@@ -30,7 +30,7 @@ from quantizer.graph.edits import by_channel
 from quantizer.graph.ir import Graph
 from quantizer.graph.passes import run_passes
 from quantizer.graph.tracing.trace import trace
-from quantizer.numerics.hadamard import factors, rotate_rows
+from quantizer.nn.rare_layers import factors, rotate_rows
 from quantizer.printable import Markup
 from quantizer.report.page import charts, figures
 from quantizer.report.page.charts import Point, Series

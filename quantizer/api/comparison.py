@@ -18,7 +18,7 @@ from quantizer.evaluation.scores import Scores, remark_on_samples
 from quantizer.graph.names import path_names
 from quantizer.printable import element
 from quantizer.report import tables
-from quantizer.report.files import make_report, shown_by_plugin
+from quantizer.report.content import make_report, shown_by_plugin
 from quantizer.report.view import TableView
 from quantizer.results.calibrated import Calibrated
 from quantizer.results.folder import OpenedResults

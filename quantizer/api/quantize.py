@@ -55,7 +55,7 @@ from quantizer.graph.modules import Untraced, untraced_part
 from quantizer.nn.layer import check_float
 from quantizer.plan.fit.fitted_config import LayersToLeave, fitted_text
 from quantizer.plugins import remedy_for_absent
-from quantizer.report.files import write_report
+from quantizer.report.content import write_report
 from quantizer.report.tables import as_csv
 from quantizer.report.verdict import VerdictFacts, verdict
 from quantizer.results.checkpoint import Checkpoints

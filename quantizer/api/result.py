@@ -39,7 +39,7 @@ from quantizer.plan.size import weight_bytes
 from quantizer.plugins import remedy_for_absent
 from quantizer.printable import element
 from quantizer.report import tables
-from quantizer.report.files import write_report
+from quantizer.report.content import write_report
 from quantizer.report.view import TableView
 from quantizer.results.calibrated import Calibrated
 from quantizer.results.folder import OpenedResults, open_written

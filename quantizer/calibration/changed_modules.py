@@ -42,8 +42,7 @@ from quantizer.nn.inplace import (
     make_quantizable,
 )
 from quantizer.nn.network import build_layer
-from quantizer.nn.quantized_tensor import QuantizedTensor
-from quantizer.nn.quantizer import TensorQuantizer
+from quantizer.nn.quantizer import QuantizedTensor, TensorQuantizer
 from quantizer.plan.model import Key, Plan
 from quantizer.sources.batches import Batch
 from quantizer.sources.module_state import evaluating, without_cache

@@ -17,7 +17,7 @@ from quantizer.config.roles import is_parameter, parameter_name
 from quantizer.graph.edits import Insertion, channels_of, with_insertions
 from quantizer.graph.ir import Graph, Node
 from quantizer.layerwise.adjustment import Adjustment
-from quantizer.nn.quantized_tensor import QuantizedTensor
+from quantizer.nn.quantizer import QuantizedTensor
 from quantizer.numerics.codes import storage_dtype
 from quantizer.numerics.formats import has_minimum
 from quantizer.numerics.granularity import scale_shape

@@ -13,15 +13,15 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from quantizer.calibration.channel_mean import ChannelMean, channel_axis
 from quantizer.calibration.solution import Solution
+from quantizer.calibration.statistics import ChannelMean, channel_axis
 from quantizer.config.model import QuantizationSpec
 from quantizer.config.roles import is_parameter
 from quantizer.config.wording import first_names
 from quantizer.errors import DataError, ModelError, QuantizerError, ResultError
 from quantizer.layerwise.sequential_runner import no_batches
 from quantizer.nn.network import Watchers
-from quantizer.nn.quantized_tensor import QuantizedTensor
+from quantizer.nn.quantizer import QuantizedTensor
 from quantizer.numerics.formats import format_named
 from quantizer.observers import (
     NegativeValuesError,

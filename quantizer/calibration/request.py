@@ -14,7 +14,7 @@ from quantizer.calibration import fingerprint
 from quantizer.calibration.events import Events, LoggedEvents, Snapshot
 from quantizer.calibration.observing import Calibration
 from quantizer.calibration.solution import Solution
-from quantizer.calibration.stretched_inputs import InputMagnitudes
+from quantizer.calibration.statistics import InputMagnitudes
 from quantizer.calibration.target import Target
 from quantizer.config.diagnostics import Diagnostic
 from quantizer.config.model import ResolvedConfig

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from quantizer.calibration.channel_mean import ChannelMean
 from quantizer.calibration.events import Snapshot
 from quantizer.calibration.observing import Calibration, Observable, watchers
+from quantizer.calibration.statistics import ChannelMean
 from quantizer.config.json_types import fits
 from quantizer.distributed import Ranks, merge_in_batch_order
 from quantizer.errors import DAMAGE_ERRORS, CheckpointError

@@ -18,8 +18,7 @@ from quantizer.graph.ir import Graph
 from quantizer.layerwise.adjustment import RoundedWeight
 from quantizer.nn.load import attach_quantizer
 from quantizer.nn.network import Network
-from quantizer.nn.quantized_tensor import QuantizedTensor
-from quantizer.nn.quantizer import TensorQuantizer
+from quantizer.nn.quantizer import QuantizedTensor, TensorQuantizer
 from quantizer.numerics.qparams import QParams
 from quantizer.plan.model import JoinDecision, Key
 from quantizer.storage.deferred_tensor import deferred_like, loaded

@@ -16,7 +16,7 @@ from quantizer.calibration import observing
 from quantizer.calibration.events import RunStage, Snapshot
 from quantizer.calibration.observing import Calibration
 from quantizer.calibration.request import CalibrationRequest, CalibrationState, Step, in_order
-from quantizer.calibration.stretched_inputs import InputMagnitudes
+from quantizer.calibration.statistics import InputMagnitudes
 from quantizer.config.diagnostics import ConfigError, with_place
 from quantizer.errors import CheckpointError
 from quantizer.option_words import Sentence, marked_text

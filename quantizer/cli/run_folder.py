@@ -35,7 +35,7 @@ from quantizer.export.targets import EXPORTERS, FOLDER
 from quantizer.graph.ir import Graph
 from quantizer.nn.load import INFO_FILE
 from quantizer.printable import one_line
-from quantizer.report.files import write_report
+from quantizer.report.content import write_report
 from quantizer.report.next_step import DATA_OPTIONS
 from quantizer.results.folder import (
     COMMANDS_KEY,

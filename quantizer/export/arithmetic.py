@@ -17,7 +17,7 @@ from quantizer.graph.edits import maker
 from quantizer.graph.ir import Graph, Node
 from quantizer.graph.tracing.parameters import move_module
 from quantizer.nn.network import Network
-from quantizer.nn.quantized_tensor import QuantizedTensor
+from quantizer.nn.quantizer import QuantizedTensor
 from quantizer.plan.groups import layout
 from quantizer.plan.layout import PART_SCALE, Join, Layout
 from quantizer.plan.model import Key, TensorSpecs

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from quantizer.config.wording import a_kind
 from quantizer.errors import UsageError
 from quantizer.export.targets import offered
-from quantizer.sources.files.json_files import (
+from quantizer.sources.json_files import (
     CHECKPOINT_FILE,
     CONFIG_FILE,
     GPTQ_FILE,

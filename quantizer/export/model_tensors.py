@@ -19,7 +19,7 @@ from quantizer.graph.ir import Graph, Node
 from quantizer.graph.names import is_operator_name
 from quantizer.nn.inplace import InPlace
 from quantizer.nn.network import Network
-from quantizer.nn.quantized_tensor import QuantizedTensor
+from quantizer.nn.quantizer import QuantizedTensor
 from quantizer.plan.model import TensorSpecs
 
 _FAMILY = re.compile(r"transformers\.models\.(\w+)\.")

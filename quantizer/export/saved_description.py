@@ -22,7 +22,7 @@ from quantizer.graph.modules import as_planned, as_stored, operator_of, paramete
 from quantizer.graph.ops import OPS
 from quantizer.nn.inplace import InPlace, check_quantizable
 from quantizer.nn.load import unpacked_codes
-from quantizer.nn.quantized_tensor import QuantizedTensor
+from quantizer.nn.quantizer import QuantizedTensor
 from quantizer.nn.rare_layers import InputRotation, InputScale
 from quantizer.numerics.codes import storage_dtype
 from quantizer.numerics.formats import has_minimum

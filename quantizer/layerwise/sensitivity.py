@@ -23,8 +23,7 @@ from quantizer.layerwise.patches import weight_matrix
 from quantizer.layerwise.round_to_nearest import nearest_qparams, output_error
 from quantizer.layerwise.sequential_runner import SequentialRunner, no_batches, watching
 from quantizer.nn.network import Execution, Network
-from quantizer.nn.quantized_tensor import QuantizedTensor
-from quantizer.nn.quantizer import TensorQuantizer
+from quantizer.nn.quantizer import QuantizedTensor, TensorQuantizer
 from quantizer.numerics.metrics import energy
 from quantizer.sources.batches import Batch, prefix_batch_errors
 from quantizer.storage.deferred_tensor import loaded

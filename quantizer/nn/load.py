@@ -15,8 +15,7 @@ from quantizer.config.model import QuantizationSpec
 from quantizer.config.roles import parameter_name
 from quantizer.errors import ResultError
 from quantizer.nn.layer import Layer, channels_first
-from quantizer.nn.quantized_tensor import QuantizedTensor
-from quantizer.nn.quantizer import TensorQuantizer
+from quantizer.nn.quantizer import QuantizedTensor, TensorQuantizer
 from quantizer.numerics.codes import pack, packed_shape, storage_dtype, unpack
 from quantizer.storage.deferred_tensor import DeferredTensor
 from quantizer.storage.files import deferred_shards, tensor_files_of

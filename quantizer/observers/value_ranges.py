@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 
 from quantizer.config.model import QuantizationSpec
-from quantizer.numerics.block_search import searched_scales
 from quantizer.numerics.formats import POWERS_OF_TWO, SMALLEST_SCALE, CodeRange
-from quantizer.numerics.group_search import SearchedFormat
+from quantizer.numerics.group_search import SearchedFormat, searched_scales
 from quantizer.numerics.qparams import qparams_from_range
 from quantizer.observers.least_error import least_power
 from quantizer.observers.methods import code_range_of, round_rows, searched_format

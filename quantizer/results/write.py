@@ -25,7 +25,7 @@ from quantizer.graph.names import path_names
 from quantizer.nn.load import GROUP_SCALES
 from quantizer.nn.load import INFO_FILE as INFO_FILE
 from quantizer.nn.network import Network
-from quantizer.nn.quantized_tensor import QuantizedTensor
+from quantizer.nn.quantizer import QuantizedTensor
 from quantizer.plan.model import JoinDecision, Key, Plan
 from quantizer.plan.size import weight_bytes
 from quantizer.results.folder import (

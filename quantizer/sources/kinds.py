@@ -23,7 +23,7 @@ from quantizer.sources.user_code import split_spec
 _TENSORS = DataKind(
     "tensor files",
     "tensor file",
-    "quantizer.sources.files.tensor_batches:open_tensors",
+    "quantizer.sources.tensor_batches:open_tensors",
     (*WEIGHT_SUFFIXES, ".npy", ".npz"),
 )
 _TENSOR_FORM = "a file, folder or glob of .npy, .npz, .safetensors or .pt tensors"

@@ -146,7 +146,7 @@ def load_model(
     check_float(loaded.module, traced=True)
     if weights is not None:
         # Only --weights needs it
-        from quantizer.sources.files.tensor_files import load_weights
+        from quantizer.sources.tensor_files import load_weights
 
         load_weights(loaded.module, weights, max_unpacked)
     check_finite(loaded.module)

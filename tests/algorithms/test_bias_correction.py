@@ -23,8 +23,8 @@ from support.extended import extended
 from support.toys import built, traced
 from torch import Tensor, nn
 
-from quantizer.calibration.channel_mean import ChannelMean
 from quantizer.calibration.solution import quantized_network
+from quantizer.calibration.statistics import ChannelMean
 from quantizer.errors import DataError
 from quantizer.graph.tracing.trace import trace
 from quantizer.sources.batches import Batch

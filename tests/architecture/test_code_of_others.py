@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from support.ledger import MODULES, PACKAGE, shown, source
 
-PRETRAINED = PACKAGE / "sources" / "files" / "json_files.py"
+PRETRAINED = PACKAGE / "sources" / "json_files.py"
 TRUSTED = {"sources/models.py", "export/programs/program.py"}
 """Where a `.pt2` is loaded: with --trust, and what was just written."""
 

@@ -20,7 +20,7 @@ from support.generated import imported
 from support.runs import calibrate, check
 
 from quantizer.algorithms.bias_correction import bias_correction
-from quantizer.calibration.channel_mean import ChannelMean
+from quantizer.calibration.statistics import ChannelMean
 from quantizer.storage.opened_files import json_digest
 
 Toy = Callable[..., str]

@@ -19,7 +19,7 @@ from quantizer.graph.channels.output_parts import output_parts
 from quantizer.graph.ir import Graph
 from quantizer.graph.tracing.trace import trace
 from quantizer.nn.network import Network
-from quantizer.nn.quantized_tensor import QuantizedTensor
+from quantizer.nn.quantizer import QuantizedTensor
 from quantizer.sources.batches import Batch
 from quantizer.sources.data import load_batches
 

@@ -17,7 +17,7 @@ from quantizer.algorithms.awq.settings import AWQConfig
 from quantizer.algorithms.gptq.settings import GPTQConfig, QronosConfig
 from quantizer.algorithms.rotation.settings import RotationConfig
 from quantizer.algorithms.smoothquant.settings import SmoothQuantConfig
-from quantizer.commands.start.convert import convert_config
+from quantizer.commands.start.start import convert_config
 from quantizer.config.algorithms import (
     ALGORITHMS,
     AlgoConfig,

@@ -15,8 +15,8 @@ from support.toys import traced
 from torch import Tensor, nn
 
 from quantizer.cli.main import run_command
-from quantizer.commands.start.convert import WRITERS, convert_config
 from quantizer.commands.start.findings import WEIGHTED, ConvertedDocument
+from quantizer.commands.start.start import WRITERS, convert_config
 from quantizer.config.diagnostics import Diagnostic
 from quantizer.config.document.document import Document
 from quantizer.config.load import check_document, load_config

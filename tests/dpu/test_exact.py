@@ -24,7 +24,7 @@ from torch import nn
 from quantizer.calibration.solution import Solution, quantized_network
 from quantizer.errors import DataError, UsageError
 from quantizer.evaluation.exact import LayerCodes, compare_exact
-from quantizer.nn.quantized_tensor import QuantizedTensor
+from quantizer.nn.quantizer import QuantizedTensor
 from quantizer.numerics.rounding import ROUND_MODES
 
 

@@ -17,7 +17,7 @@ from quantizer.evaluation.compare import compare
 from quantizer.evaluation.scores import Scores
 from quantizer.graph.tracing.trace import trace
 from quantizer.nn.network import Network
-from quantizer.nn.quantized_tensor import QuantizedTensor
+from quantizer.nn.quantizer import QuantizedTensor
 from quantizer.sources.batches import Batch
 
 COARSE = QuantizedTensor(QuantizationSpec(bit_width=4), torch.tensor(0.25))

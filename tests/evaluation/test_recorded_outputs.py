@@ -13,7 +13,7 @@ from quantizer.config.model import QuantizationSpec
 from quantizer.evaluation.compare import compare
 from quantizer.graph.tracing.trace import trace
 from quantizer.nn.network import Network
-from quantizer.nn.quantized_tensor import QuantizedTensor
+from quantizer.nn.quantizer import QuantizedTensor
 from quantizer.nn.recorded_outputs import RecordedOutputs
 from quantizer.sources.batches import Batch
 

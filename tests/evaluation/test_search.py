@@ -29,7 +29,7 @@ from quantizer.commands.searching.search import (
 from quantizer.commands.searching.steps import STEPS
 from quantizer.commands.searching.trials import Change, Figures, Trial
 from quantizer.commands.searching.tuned_run import with_tuning_comments
-from quantizer.config.search_steps import ConfigChange, ConfigStep
+from quantizer.config.algorithms import ConfigChange, ConfigStep
 from quantizer.declarations import Plugin
 from quantizer.errors import DataError, UsageError
 from quantizer.graph.ir import Graph

@@ -13,8 +13,7 @@ from support.deployments import fitted
 from quantizer.config.model import QuantizationSpec
 from quantizer.export.compressed_tensors.schemes import CompressedLayer
 from quantizer.layerwise.round_to_nearest import nearest_qparams
-from quantizer.nn.quantized_tensor import QuantizedTensor
-from quantizer.nn.quantizer import TensorQuantizer
+from quantizer.nn.quantizer import QuantizedTensor, TensorQuantizer
 
 helpers = pytest.importorskip(
     "compressed_tensors.compressors.pack_quantized.helpers", reason="needs quantizer-torch[llm]"

@@ -15,7 +15,7 @@ from quantizer.export.gguf.blocks import (
     short_scale,
     with_float16_scale,
 )
-from quantizer.nn.quantized_tensor import QuantizedTensor
+from quantizer.nn.quantizer import QuantizedTensor
 from quantizer.numerics.codes import code_dtype
 
 ROWS, COLUMNS = 3, 128

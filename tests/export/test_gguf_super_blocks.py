@@ -17,9 +17,9 @@ from torch import Tensor
 from quantizer.config.model import QuantizationSpec
 from quantizer.export.targets import EXPORTERS
 from quantizer.layerwise.round_to_nearest import nearest, nearest_qparams
-from quantizer.nn.quantized_tensor import QuantizedTensor
-from quantizer.numerics.block_search import searched_scales
+from quantizer.nn.quantizer import QuantizedTensor
 from quantizer.numerics.granularity import scale_shape, to_rows
+from quantizer.numerics.group_search import searched_scales
 from quantizer.numerics.qparams import QParams
 from quantizer.observers import searched_format
 

@@ -29,7 +29,7 @@ from quantizer.export.deployment import Deployment
 from quantizer.export.exporting import export
 from quantizer.export.onnx.build import stored_model
 from quantizer.graph.tracing.trace import trace
-from quantizer.nn.quantized_tensor import QuantizedTensor
+from quantizer.nn.quantizer import QuantizedTensor
 from quantizer.numerics.rounding import ROUND_MODES
 from quantizer.storage.permission import replacing
 

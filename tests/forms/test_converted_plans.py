@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 from support import drawn_configs
 from support.toys import traced
 
-from quantizer.commands.start.convert import convert_config
 from quantizer.commands.start.findings import ConvertedDocument
+from quantizer.commands.start.start import convert_config
 from quantizer.config.document.document import Document
 from quantizer.config.load import check_document
 from quantizer.config.model import QuantizationSpec, ResolvedConfig

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quantizer.numerics.hadamard import factors, odd_factor, rotate_rows
+from quantizer.nn.rare_layers import factors, odd_factor, rotate_rows
 
 
 @given(st.integers(1, 200))

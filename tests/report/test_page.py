@@ -20,7 +20,7 @@ from quantizer.cli.main import run_command
 from quantizer.evaluation.network_comparison import NetworkComparison
 from quantizer.evaluation.scores import Scores
 from quantizer.report import tables
-from quantizer.report.files import make_report
+from quantizer.report.content import make_report
 from quantizer.report.page.page import SECTIONS, coverage, page
 from quantizer.results.folder import open_results
 

@@ -20,7 +20,7 @@ from quantizer.calibration import fingerprint, observing
 from quantizer.calibration.observing import Calibration
 from quantizer.calibration.solution import Solution, encode_parameters, quantized_network
 from quantizer.graph.passes import run_passes
-from quantizer.nn import quantized_tensor
+from quantizer.nn import quantizer as tensor_quantizer
 from quantizer.plan.resolve import resolve_plan
 from quantizer.results.folder import read_info
 from quantizer.results.write import write_results
@@ -115,7 +115,7 @@ def test_what_has_no_exact_codes_stays_float_and_is_rounded_when_it_is_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calibration, found = calibrated(INT4)
-    monkeypatch.setattr(quantized_tensor, "encode", lambda *_: None)
+    monkeypatch.setattr(tensor_quantizer, "encode", lambda *_: None)
     read = written(tmp_path, calibration, found)
     assert {
         tensor.dtype for tensor in load_file(tmp_path / "weights.safetensors").values()

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import quantizer
-from quantizer.calibration.channel_mean import ChannelMean
+from quantizer.calibration.statistics import ChannelMean
 from quantizer.config.model import QuantizationSpec
 from quantizer.errors import ResultError
 from quantizer.numerics.histogram import Histogram

@@ -164,7 +164,7 @@ def test_rows_have_all_their_values(tmp_path: Path) -> None:
 
 
 def test_a_header_of_any_length_is_not_read(tmp_path: Path) -> None:
-    from quantizer.sources.files.tensor_files import read_deferred
+    from quantizer.sources.tensor_files import read_deferred
 
     path = tmp_path / "weights.safetensors"
     with path.open("wb") as file:

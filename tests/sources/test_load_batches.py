@@ -22,8 +22,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from quantizer.errors import DataError, UsageError
+from quantizer.sources import tensor_files
 from quantizer.sources.data import Batches, load_batches
-from quantizer.sources.files import tensor_files
 from quantizer.sources.kinds import data_kinds
 
 

@@ -24,7 +24,7 @@ from safetensors.torch import save, save_file
 from torch import Tensor, nn
 
 from quantizer.errors import ModelError
-from quantizer.sources.files.tensor_files import load_weights
+from quantizer.sources.tensor_files import load_weights
 from quantizer.sources.tensor_kinds import check_finite
 
 STATE = {"weight": torch.arange(6.0).reshape(2, 3), "bias": torch.tensor([7.0, 8.0])}

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 
 from quantizer.cli.main import run_command
 from quantizer.errors import DataError, ModelError
+from quantizer.sources import tensor_files
 from quantizer.sources.data import load_batches
-from quantizer.sources.files import tensor_files
-from quantizer.sources.files.tensor_files import load_weights
+from quantizer.sources.tensor_files import load_weights
 
 MB = 10**6
 ZEROS = torch.zeros(MB, 3)

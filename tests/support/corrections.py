@@ -10,9 +10,9 @@ import torch
 
 from quantizer.algorithms.bias_correction.bias_correction import correct_layer_biases
 from quantizer.calibration import observing
-from quantizer.calibration.channel_mean import ChannelMean
 from quantizer.calibration.observing import Calibration
 from quantizer.calibration.solution import Solution, quantized_network
+from quantizer.calibration.statistics import ChannelMean
 from quantizer.config.model import ResolvedConfig
 from quantizer.graph.ir import Graph
 from quantizer.graph.passes import run_passes

@@ -20,7 +20,7 @@ from quantizer.export.exporting import export
 from quantizer.export.targets import EXPORTERS
 from quantizer.graph.ir import Graph
 from quantizer.nn.network import Network
-from quantizer.nn.quantized_tensor import QuantizedTensor
+from quantizer.nn.quantizer import QuantizedTensor
 from quantizer.numerics.formats import IntegerRange
 from quantizer.numerics.qparams import qparams_from_range
 from support.toys import built, traced

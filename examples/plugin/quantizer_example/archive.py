@@ -14,7 +14,7 @@ from quantizer.export.agreement import Verification, verify
 from quantizer.export.deployment import Deployment
 from quantizer.export.exporter import Exporter, Refusal
 from quantizer.graph.ir import Graph
-from quantizer.nn.quantized_tensor import QuantizedTensor
+from quantizer.nn.quantizer import QuantizedTensor
 from quantizer.plan.model import TensorSpecs
 from quantizer.storage.deferred_tensor import loaded
 

@@ -3,8 +3,14 @@
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from quantizer.config.algorithms import ONLINE, AlgoConfig, AlgorithmStage, setting
-from quantizer.config.search_steps import ConfigChange, ConfigStep
+from quantizer.config.algorithms import (
+    ONLINE,
+    AlgoConfig,
+    AlgorithmStage,
+    ConfigChange,
+    ConfigStep,
+    setting,
+)
 from quantizer.config.typed_fields import type_checked
 
 

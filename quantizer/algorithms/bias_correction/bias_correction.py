@@ -16,10 +16,10 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from quantizer.calibration.channel_mean import ChannelMean
 from quantizer.calibration.events import RunStage
 from quantizer.calibration.request import CalibrationRequest, CalibrationState
 from quantizer.calibration.solution import quantized_network
+from quantizer.calibration.statistics import ChannelMean
 from quantizer.config.wording import counted
 from quantizer.distributed import merge_in_batch_order
 from quantizer.errors import DataError

@@ -1,6 +1,6 @@
 """What a search for gates tries with bias correction. Imports no torch."""
 
-from quantizer.config.search_steps import ConfigChange, ConfigStep
+from quantizer.config.algorithms import ConfigChange, ConfigStep
 
 STEP = ConfigStep(
     "bias correction",

@@ -4,8 +4,7 @@ import json
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from quantizer.config.algorithms import PreQuantOptConfig, setting
-from quantizer.config.search_steps import ConfigChange, ConfigStep
+from quantizer.config.algorithms import ConfigChange, ConfigStep, PreQuantOptConfig, setting
 from quantizer.config.typed_fields import type_checked
 
 

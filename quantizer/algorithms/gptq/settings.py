@@ -4,8 +4,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
-from quantizer.config.algorithms import LAYERS, SHARED_SETTINGS, AlgoConfig, Setting, setting
-from quantizer.config.search_steps import ConfigChange, ConfigStep
+from quantizer.config.algorithms import (
+    LAYERS,
+    SHARED_SETTINGS,
+    AlgoConfig,
+    ConfigChange,
+    ConfigStep,
+    Setting,
+    setting,
+)
 from quantizer.config.typed_fields import type_checked
 
 _SETTINGS = {

@@ -30,9 +30,8 @@ from quantizer.layerwise.gram import UNREACHED, not_finite_input
 from quantizer.layerwise.round_to_nearest import layer_qparams, nearest
 from quantizer.layerwise.sequential_runner import observe_all
 from quantizer.nn.network import Network
-from quantizer.numerics.block_search import searched_scales
 from quantizer.numerics.granularity import scale_shape, to_rows
-from quantizer.numerics.group_search import SearchedFormat
+from quantizer.numerics.group_search import SearchedFormat, searched_scales
 from quantizer.numerics.qparams import QParams
 from quantizer.observers import NonFiniteError, searched_format
 from quantizer.storage.deferred_tensor import loaded

@@ -30,7 +30,7 @@ from quantizer.graph.output_names import unused_names
 from quantizer.graph.structure.definitions import InputGroup
 from quantizer.layerwise.adjustment import Adjustment, Remark, Task, apply_adjustment
 from quantizer.layerwise.fold import parameter
-from quantizer.numerics.hadamard import factors, rotate_rows
+from quantizer.nn.rare_layers import factors, rotate_rows
 from quantizer.storage.deferred_tensor import deferred_like
 
 Rotation = Callable[[Tensor], Tensor]

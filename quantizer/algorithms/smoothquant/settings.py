@@ -3,8 +3,13 @@
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
-from quantizer.config.algorithms import ONLINE, PreQuantOptConfig, setting
-from quantizer.config.search_steps import ConfigChange, ConfigStep
+from quantizer.config.algorithms import (
+    ONLINE,
+    ConfigChange,
+    ConfigStep,
+    PreQuantOptConfig,
+    setting,
+)
 from quantizer.config.typed_fields import type_checked
 
 

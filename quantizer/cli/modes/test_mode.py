@@ -44,7 +44,7 @@ from quantizer.evaluation.scores import Scores, score
 from quantizer.export.targets import FOLDER, layer_choosing_option
 from quantizer.graph.ir import Graph
 from quantizer.report import tables
-from quantizer.report.files import add_to_report, make_report, write_report
+from quantizer.report.content import add_to_report, make_report, write_report
 from quantizer.results.calibrated import Calibrated, check_plan, reopen_calibration
 from quantizer.results.folder import QuantInfo, read_info
 from quantizer.sources.arguments import window_length

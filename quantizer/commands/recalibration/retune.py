@@ -23,7 +23,7 @@ from quantizer.config.wording import counted, did_you_mean
 from quantizer.errors import UsageError
 from quantizer.observers import BATCH_STATISTICS
 from quantizer.printable import json_text
-from quantizer.report.files import write_report
+from quantizer.report.content import write_report
 from quantizer.results.folder import open_written
 from quantizer.results.result_set import locked, locked_as_opened, require_result_folder
 from quantizer.results.write import check_owner, require_expendable

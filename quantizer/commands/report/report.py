@@ -8,7 +8,7 @@ from quantizer.cli.arguments.grouped_command import command, refuse_typed
 from quantizer.cli.arguments.options import Options, option, takes
 from quantizer.cli.arguments.places import PathType, from_start
 from quantizer.printable import json_text, one_line
-from quantizer.report.files import REPORT_PAGE, write_report
+from quantizer.report.content import REPORT_PAGE, write_report
 from quantizer.report.page.plots import PLOT_WRITERS, write_events, write_plots
 from quantizer.results.folder import read_info
 from quantizer.results.result_set import locked_as_opened

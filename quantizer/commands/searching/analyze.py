@@ -32,7 +32,7 @@ from quantizer.graph.names import path_names
 from quantizer.graph.passes import decided_on_data, run_passes
 from quantizer.layerwise.sensitivity import Width
 from quantizer.printable import json_text
-from quantizer.report.files import write_report
+from quantizer.report.content import write_report
 from quantizer.report.next_step import TEST_OPTIONS
 from quantizer.results.calibrated import check_model, check_plan
 from quantizer.results.folder import ANALYSIS_FILE, QuantInfo, open_written, read_info

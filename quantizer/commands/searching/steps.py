@@ -14,7 +14,7 @@ from quantizer.calibration.events import NO_FOLLOWER
 from quantizer.commands.searching.float_layers import FloatSearch, float_parts
 from quantizer.commands.searching.search import NO_CHANGE, OutOfTimeError, Search, SearchStep
 from quantizer.commands.searching.trials import Change, Trial
-from quantizer.config.algorithms import ALGORITHMS
+from quantizer.config.algorithms import ALGORITHMS, ConfigChange, ConfigStep
 from quantizer.config.forms.level_edits import (
     group_sizes,
     with_algorithm,
@@ -27,7 +27,6 @@ from quantizer.config.forms.level_edits import (
 from quantizer.config.json_types import JsonObject
 from quantizer.config.model import Role
 from quantizer.config.roles import base_role
-from quantizer.config.search_steps import ConfigChange, ConfigStep
 from quantizer.config.wording import counted, first_names
 from quantizer.errors import GateError, UsageError
 from quantizer.evaluation.ablation import ablate_calibrated

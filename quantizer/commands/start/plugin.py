@@ -9,7 +9,7 @@ _DEMO = Command(
 )
 _INIT = Command("quantizer.commands.start.start:init", "Write a config to start from.", 3)
 _CONVERT = Command(
-    "quantizer.commands.start.convert:convert",
+    "quantizer.commands.start.start:convert",
     "Convert a config to the other form, layered or hierarchical.",
     5,
 )

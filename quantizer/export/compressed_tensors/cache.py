@@ -19,7 +19,7 @@ from quantizer.export.limits import HALF_EVEN, Limit, beyond, is_symmetric
 from quantizer.export.model_tensors import cannot_store
 from quantizer.graph.ir import Graph
 from quantizer.graph.structure.attention import CachedValue, Part, cached_values
-from quantizer.nn.quantized_tensor import QuantizedTensor
+from quantizer.nn.quantizer import QuantizedTensor
 from quantizer.plan.model import Key, TensorSpecs
 
 _PROJECTIONS = frozenset({"k_proj", "v_proj", "qkv_proj", "kv_b_proj"})

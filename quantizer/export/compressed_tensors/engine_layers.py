@@ -24,7 +24,7 @@ from quantizer.export.limits import is_symmetric
 from quantizer.export.model_tensors import cannot_store, family_of
 from quantizer.graph.ir import Graph, Node
 from quantizer.graph.modules import is_of_experts
-from quantizer.nn.quantized_tensor import QuantizedTensor
+from quantizer.nn.quantizer import QuantizedTensor
 from quantizer.numerics.two_level import split_global
 from quantizer.plan.joining.tied_scales import fused_layers
 from quantizer.plan.model import Key, TensorSpecs

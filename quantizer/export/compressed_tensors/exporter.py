@@ -44,8 +44,8 @@ from quantizer.export.transformers_verify import (
 )
 from quantizer.graph.ir import Graph
 from quantizer.plan.model import TensorSpecs
-from quantizer.sources.files.json_files import CONFIG_FILE
 from quantizer.sources.hugging_face.loader import read_checkpoint
+from quantizer.sources.json_files import CONFIG_FILE
 
 _WEIGHT_ACCESS = re.compile(r"\b(self|module)\.(?:([\w.]+)\.)?weight\b")
 _NOT_PACKED_HELP = (

@@ -28,8 +28,7 @@ from quantizer.export.refusals import refuse, require_extras
 from quantizer.graph.ir import Graph, Node
 from quantizer.graph.modules import as_planned, key_in_module, module_graph, parameters_of
 from quantizer.nn.inplace import InPlace
-from quantizer.nn.quantized_tensor import QuantizedTensor
-from quantizer.nn.quantizer import TensorQuantizer
+from quantizer.nn.quantizer import QuantizedTensor, TensorQuantizer
 from quantizer.plan.model import Key
 from quantizer.sources.batches import Batch
 from quantizer.sources.module_state import evaluating, without_cache

@@ -13,7 +13,7 @@ from torch.nn.functional import pad
 from quantizer.config.model import QuantizationSpec
 from quantizer.export.limits import is_symmetric
 from quantizer.export.model_tensors import scales_by_row
-from quantizer.nn.quantized_tensor import QuantizedTensor
+from quantizer.nn.quantizer import QuantizedTensor
 from quantizer.numerics.codes import pack, pack_bits
 from quantizer.numerics.qparams import qparams_from_range
 from quantizer.numerics.two_level import global_scale_of, pack_scales

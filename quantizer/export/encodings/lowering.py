@@ -21,7 +21,7 @@ from quantizer.export.onnx.builder import (
 )
 from quantizer.export.onnx.lowering import MULTIPLYING, Lowering, is_mark, marks_of
 from quantizer.graph.names import path_names
-from quantizer.nn.quantized_tensor import QuantizedTensor
+from quantizer.nn.quantizer import QuantizedTensor
 
 # Operators whose outputs are values of their first input. A second encoding would change
 # nothing, and readers refuse it.

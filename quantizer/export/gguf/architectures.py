@@ -21,7 +21,7 @@ from quantizer.export.gguf.template import file_names
 from quantizer.export.gguf.vocabulary import vocabulary_keys
 from quantizer.export.hugging_face_folder import source_folder
 from quantizer.option_words import Sentence
-from quantizer.sources.files.json_files import embedding_modules, pooling_mode
+from quantizer.sources.json_files import embedding_modules, pooling_mode
 
 _GENERAL_KEYS = {
     "embedding_length": "hidden_size",

@@ -19,7 +19,7 @@ from quantizer.export.limits import (
     is_symmetric,
 )
 from quantizer.export.model_tensors import scales_by_row
-from quantizer.nn.quantized_tensor import QuantizedTensor
+from quantizer.nn.quantizer import QuantizedTensor
 from quantizer.numerics.codes import pack_bits
 from quantizer.numerics.formats import format_named
 from quantizer.numerics.granularity import from_rows, to_rows

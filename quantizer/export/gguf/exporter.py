@@ -47,7 +47,7 @@ from quantizer.export.transformers_verify import (
 )
 from quantizer.graph.ir import Graph, Node
 from quantizer.nn.network import Network
-from quantizer.nn.quantized_tensor import QuantizedTensor
+from quantizer.nn.quantizer import QuantizedTensor
 from quantizer.option_words import Sentence
 from quantizer.plan.model import TensorSpecs
 from quantizer.sources.hugging_face.loader import read_checkpoint

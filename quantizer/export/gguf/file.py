@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from quantizer.export.gguf.blocks import block_type, packed_blocks
-from quantizer.nn.quantized_tensor import QuantizedTensor
+from quantizer.nn.quantizer import QuantizedTensor
 
 FILE_TYPE_KEY = "general.file_type"
 _FILE_TYPES = {"Q4_K": "Q4_K_S", "Q5_K": "Q5_K_S"}

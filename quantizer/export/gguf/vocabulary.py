@@ -17,7 +17,7 @@ import gguf
 
 from quantizer.errors import DataError
 from quantizer.export.gguf.file import GgufValue, typed
-from quantizer.sources.files.json_files import read_object, read_text
+from quantizer.sources.json_files import read_object, read_text
 from quantizer.sources.texts.tokenizer import load_tokenizer
 from quantizer.sources.user_code import user_errors
 from quantizer.storage.child_process import run_apart

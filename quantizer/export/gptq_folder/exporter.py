@@ -40,11 +40,11 @@ from quantizer.export.transformers_verify import (
 )
 from quantizer.graph.ir import Graph, Node
 from quantizer.nn.network import Network
-from quantizer.nn.quantized_tensor import QuantizedTensor
+from quantizer.nn.quantizer import QuantizedTensor
 from quantizer.option_words import Sentence
 from quantizer.plan.model import Key, TensorSpecs
-from quantizer.sources.files.json_files import GPTQ_FILE
 from quantizer.sources.hugging_face import loader
+from quantizer.sources.json_files import GPTQ_FILE
 from quantizer.storage.files import write_json
 
 TARGET_NAME = "gptq"

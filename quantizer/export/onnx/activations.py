@@ -21,7 +21,7 @@ from quantizer.export.onnx.lowering import (
     Lowering,
     activation_type,
 )
-from quantizer.nn.quantized_tensor import QuantizedTensor
+from quantizer.nn.quantizer import QuantizedTensor
 from quantizer.numerics.formats import SMALLEST_SCALE
 from quantizer.observers import code_range_of
 from quantizer.tables import NUMBER_FORMATS

@@ -24,7 +24,7 @@ from quantizer.export.limits import (
     rounded_by,
 )
 from quantizer.nn.network import Network
-from quantizer.nn.quantized_tensor import QuantizedTensor
+from quantizer.nn.quantizer import QuantizedTensor
 from quantizer.numerics.rounding import NEAREST
 from quantizer.plan.model import Key
 

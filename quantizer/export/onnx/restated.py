@@ -26,7 +26,7 @@ from quantizer.config.roles import base_role, is_parameter
 from quantizer.config.wording import counted
 from quantizer.export.arithmetic import is_multiplied, is_narrow, layer_input_spec
 from quantizer.graph.ir import Graph, Node
-from quantizer.nn.quantized_tensor import QuantizedTensor
+from quantizer.nn.quantizer import QuantizedTensor
 from quantizer.option_words import Sentence
 from quantizer.plan.model import Key, TensorSpecs
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from quantizer.config.model import QuantizationSpec
 from quantizer.export.onnx.builder import NodeBuilder
 from quantizer.export.onnx.lowering import INT8, ONNX_INT32, IntegerType, weight_type
-from quantizer.nn.quantized_tensor import QuantizedTensor
+from quantizer.nn.quantizer import QuantizedTensor
 from quantizer.numerics.codes import pack_bits
 from quantizer.numerics.granularity import from_rows, to_rows
 

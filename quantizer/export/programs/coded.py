@@ -27,7 +27,7 @@ from quantizer.export.programs.qdq import (
 from quantizer.graph.ir import Graph, Node
 from quantizer.nn.function import leave_ties_open
 from quantizer.nn.network import Network
-from quantizer.nn.quantized_tensor import QuantizedTensor
+from quantizer.nn.quantizer import QuantizedTensor
 
 _HARDTANH = torch.ops.aten.hardtanh.default
 _RELU6 = (torch.ops.aten.relu6.default, torch.ops.aten.relu6_.default)

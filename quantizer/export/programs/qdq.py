@@ -16,8 +16,7 @@ from torch import Tensor, nn
 from torch.nn.functional import conv2d, linear, pad
 
 from quantizer.config.model import QuantizationSpec
-from quantizer.nn.quantized_tensor import QuantizedTensor
-from quantizer.nn.quantizer import TensorQuantizer
+from quantizer.nn.quantizer import QuantizedTensor, TensorQuantizer
 from quantizer.numerics.codes import decode
 
 QUANTIZE = torch.ops.quantized_decomposed.quantize_per_tensor.default

@@ -20,7 +20,7 @@ from quantizer.config.wording import counted, first_names, listed
 from quantizer.errors import ModelError
 from quantizer.graph.tracing.parameters import replace_parameters
 from quantizer.plugins import part
-from quantizer.sources.files.json_files import (
+from quantizer.sources.json_files import (
     CHECKPOINT_FILE,
     CONFIG_FILE,
     FLOAT_FOLDER_HELP,
@@ -29,7 +29,7 @@ from quantizer.sources.files.json_files import (
     read_object,
     require_inside,
 )
-from quantizer.sources.files.tensor_files import read_deferred
+from quantizer.sources.tensor_files import read_deferred
 from quantizer.sources.tensor_kinds import dtype_name
 from quantizer.storage.deferred_tensor import DeferredTensor
 from quantizer.storage.process_memory import tune_for_large_tensors

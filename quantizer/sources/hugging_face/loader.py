@@ -15,16 +15,6 @@ from torch import nn
 from quantizer.config.wording import closest_word, counted, first_names
 from quantizer.errors import ModelError, pip_line
 from quantizer.sources.arguments import example_input
-from quantizer.sources.files.json_files import (
-    CHECKPOINT_FILE,
-    CONFIG_FILE,
-    QUANTIZATION_KEYS,
-    embedding_modules,
-    load_pretrained,
-    read_object,
-    require_inside,
-    require_readable,
-)
 from quantizer.sources.hugging_face.deferred_checkpoint import (
     CHECKPOINT_INDEX,
     Dequantize,
@@ -35,6 +25,16 @@ from quantizer.sources.hugging_face.deferred_checkpoint import (
     read_generation_settings,
     stored_dtype,
     stored_tensors,
+)
+from quantizer.sources.json_files import (
+    CHECKPOINT_FILE,
+    CONFIG_FILE,
+    QUANTIZATION_KEYS,
+    embedding_modules,
+    load_pretrained,
+    read_object,
+    require_inside,
+    require_readable,
 )
 from quantizer.sources.models import LoadedModel, model_forms
 from quantizer.sources.module_state import prepare_for_traces

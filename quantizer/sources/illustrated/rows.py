@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from quantizer.errors import DataError
 from quantizer.sources.arguments import arguments_of
 from quantizer.sources.batches import Batch
-from quantizer.sources.files.json_files import load_pretrained
 from quantizer.sources.images.images import read_image
+from quantizer.sources.json_files import load_pretrained
 from quantizer.sources.texts.documents import Document, StoredImage
 from quantizer.sources.user_code import user_errors
 from quantizer.storage.child_process import loaded_twice, run_apart

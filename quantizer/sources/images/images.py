@@ -21,10 +21,10 @@ from quantizer.config.wording import did_you_mean, listed
 from quantizer.errors import DataError, UsageError, pip_line
 from quantizer.sources.batches import Batch, prefix_errors
 from quantizer.sources.data import DEFAULT_BATCH_SIZE, Batches
-from quantizer.sources.files.json_files import parse_object
-from quantizer.sources.files.tensor_batches import prefetched
 from quantizer.sources.images.plugin import SUFFIXES
+from quantizer.sources.json_files import parse_object
 from quantizer.sources.kinds import NamedData, no_files_of_any_kind
+from quantizer.sources.tensor_batches import prefetched
 from quantizer.storage.system_calls import read_start, require_file_or_folder
 
 _logger = logging.getLogger(__name__)

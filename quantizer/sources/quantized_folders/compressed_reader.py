@@ -18,7 +18,7 @@ from quantizer.config.wording import quoted
 from quantizer.errors import ModelError
 from quantizer.numerics.granularity import BlockSize, block_counts
 from quantizer.plan.selected import matching_limit
-from quantizer.sources.files.json_files import FLOAT_FOLDER_HELP
+from quantizer.sources.json_files import FLOAT_FOLDER_HELP
 from quantizer.sources.quantized_folders.layer_readers import (
     BLOCK_SCALE_DTYPES,
     read_block_size,

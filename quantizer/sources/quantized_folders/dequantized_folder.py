@@ -10,7 +10,8 @@ import torch
 from quantizer.config.json_types import JsonMapping
 from quantizer.config.wording import counted, listed
 from quantizer.errors import ModelError
-from quantizer.sources.files.json_files import (
+from quantizer.sources.hugging_face.deferred_checkpoint import Dequantize
+from quantizer.sources.json_files import (
     CONFIG_FILE,
     FLOAT_FOLDER_HELP,
     GPTQ_FILE,
@@ -19,7 +20,6 @@ from quantizer.sources.files.json_files import (
     QUANTIZATION_KEYS,
     read_object,
 )
-from quantizer.sources.hugging_face.deferred_checkpoint import Dequantize
 from quantizer.sources.quantized_folders.compressed_reader import CompressedTensorsReader
 from quantizer.sources.quantized_folders.layer_readers import (
     AwqReader,

@@ -17,7 +17,7 @@ from quantizer.config.wording import first_names, listed, quoted
 from quantizer.errors import ModelError
 from quantizer.numerics.codes import unpack, unpack_bits
 from quantizer.numerics.two_level import unpack_scales
-from quantizer.sources.files.json_files import FLOAT_FOLDER_HELP
+from quantizer.sources.json_files import FLOAT_FOLDER_HELP
 from quantizer.sources.tensor_kinds import dtype_name
 from quantizer.storage.deferred_tensor import DeferredTensor
 from quantizer.storage.opened_files import OpenFile

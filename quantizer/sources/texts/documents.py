@@ -15,8 +15,8 @@ from typing import Any
 from quantizer import plugins
 from quantizer.config.wording import a_kind
 from quantizer.errors import DataError, pip_line
-from quantizer.sources.files.json_files import parse_object, read_text
-from quantizer.sources.files.tensor_files import reading
+from quantizer.sources.json_files import parse_object, read_text
+from quantizer.sources.tensor_files import reading
 from quantizer.storage.child_process import run_apart
 from quantizer.storage.system_calls import require_file_or_folder
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from quantizer.config.wording import a_kind
 from quantizer.errors import DataError, pip_line
-from quantizer.sources.files.json_files import load_pretrained, require_readable
+from quantizer.sources.json_files import load_pretrained, require_readable
 from quantizer.sources.texts.documents import Document
 from quantizer.sources.user_code import user_errors
 from quantizer.storage.child_process import loaded_twice, run_apart

@@ -28,7 +28,7 @@ from quantizer.export.onnx.passes.moves import MOVE_OPERATORS
 from quantizer.export.onnx.passes.products import TRANSPOSED_KEY
 from quantizer.export.onnx.restated import PACKED_BLOCK_SIZES
 from quantizer.export.onnx.weights import packed_product, quantize_weights
-from quantizer.nn.quantized_tensor import QuantizedTensor
+from quantizer.nn.quantizer import QuantizedTensor
 from quantizer.plan.model import Key
 
 # Operators with a weight for several gates, and what torch.onnx puts before them to arrange it.

@@ -28,7 +28,7 @@ from quantizer.export.onnx.tuned.profiles import START, BlockMap, Profile, Runti
 from quantizer.export.onnx.verify import DEFAULT, HELP, named_inputs
 from quantizer.export.performance import Speed
 from quantizer.graph.ir import Graph
-from quantizer.nn.quantized_tensor import QuantizedTensor
+from quantizer.nn.quantizer import QuantizedTensor
 from quantizer.plan.model import Key
 
 # The gate of a hard-swish is between its ends in inputs of at most this magnitude.

@@ -16,8 +16,8 @@ from quantizer.errors import DataError
 from quantizer.sources.arguments import UNKNOWN_ARGUMENTS, Arguments, arguments_of
 from quantizer.sources.batches import Batch, prefix_errors
 from quantizer.sources.data import DEFAULT_BATCH_SIZE, Batches
-from quantizer.sources.files.tensor_files import NamedTensors, read_file
 from quantizer.sources.kinds import NamedData
+from quantizer.sources.tensor_files import NamedTensors, read_file
 from quantizer.sources.tensor_kinds import PLAIN_TENSORS_HELP, unsupported_reason
 
 _END: Any = object()

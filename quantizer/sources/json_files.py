@@ -12,7 +12,7 @@ from typing import Any
 
 from quantizer.config.wording import a_kind
 from quantizer.errors import ModelError, QuantizerError
-from quantizer.sources.files.tensor_files import reading, require_data
+from quantizer.sources.tensor_files import reading, require_data
 
 _AGAIN = "copy or download the file again"
 
