@@ -305,6 +305,8 @@ class _Resolver:
         It quantizes the join as a whole, and is used if calibration decides that the parts keep
         their own scales.
         """
+        if node.name in self.kept_float:
+            return
         for join, product in self.products.get(node.name, ()):
             if join.is_single:
                 continue

@@ -218,6 +218,13 @@ def test_first_and_last_layers_can_be_kept_float(planned: Any) -> None:
     assert set(plan.of_layer(CONV1)) == {"weights", "bias"}
 
 
+def test_a_layer_that_is_kept_float_has_no_input_of_its_own_for_a_join(planned: Any) -> None:
+    last = next(node.name for node in reversed(traced("branches").nodes) if node.op == "conv2d")
+    assert (last, "input") in planned(toy="branches").tensors
+    plan = planned(toy="branches", keep_first_last_layer_accuracy=True)
+    assert plan.of_layer(last) == {}
+
+
 def test_add_layers_can_be_kept_float(planned: Any) -> None:
     plan = planned(keep_add_layer_accuracy=True)
     kept = [name for name, reason in plan.floats.items() if reason == "keep_add_layer_accuracy"]
