@@ -228,17 +228,13 @@ class Result:
         """Write the network for another runtime and verify the file.
 
         Args:
-            target: "onnx", "openvino" (two files), "encodings" (two files), "pt2", "pt2_float",
-                "executorch", "litert" or "safetensors". Models of transformers also have
-                "compressed-tensors" and "gptq" (folders), and "gguf". Scales of "gptq" are
-                rounded to the model's dtype, those of "gguf" to float16.
-            path: the file or folder to write.
+            target: a value of `--deploy`, such as "onnx". Editors list all of them, and all
+                options.
+            path: the file or folder to write. Some targets write several files.
             data: the data to verify it with, as in `test`.
             overwrite: whether files that exist are replaced.
             options: the options of the target, by the names of the command line's options
-                without dashes: `pt2_activations`, `onnx_profile`, `onnx_weights`,
-                `deploy_file`, `encodings_version`, `executorch_batch`, `litert_io` or
-                `gguf_template`.
+                without dashes, such as `onnx_weights="int8"`.
 
         Raises:
             DataError: there is no data.
