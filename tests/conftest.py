@@ -36,6 +36,8 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 
 _LASTING_MODULES: set[str] = set()
 """Names of loaded modules that no test has written."""
+_WITHOUT_MODELS: set[tuple[int, str]] = set()
+"""What `_last_loaded` returned when no module was left that a test has written."""
 
 MARKS_TO_NAME = ("large", "real", "extended")
 """Marks of tests that run only where `-m` names them."""
@@ -178,6 +180,8 @@ def _tests_are_no_code_of_models() -> Iterator[None]:
     if "torch" not in sys.modules:
         yield
         return
+    from support.users_modules import look_at_modules_of_users
+
     from quantizer.results import model_code
 
     plain = model_code.is_file_of_user
@@ -188,6 +192,7 @@ def _tests_are_no_code_of_models() -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(model_code, "is_file_of_user", is_file_of_user)
+        look_at_modules_of_users(patched, is_file_of_user)
         yield
 
 
@@ -195,6 +200,8 @@ def _tests_are_no_code_of_models() -> Iterator[None]:
 def _forgotten_models(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """A process begins without the models that earlier tests have written and loaded."""
     yield
+    if _last_loaded() in _WITHOUT_MODELS:
+        return
     written = str(tmp_path_factory.getbasetemp())
     # To look at all thousands again would take longer than most tests
     for name in sys.modules.keys() - _LASTING_MODULES:
@@ -203,6 +210,13 @@ def _forgotten_models(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None
             del sys.modules[name]
         else:
             _LASTING_MODULES.add(name)
+    _WITHOUT_MODELS.clear()
+    _WITHOUT_MODELS.add(_last_loaded())
+
+
+def _last_loaded() -> tuple[int, str]:
+    """Return how many modules are loaded, and which is the last one."""
+    return len(sys.modules), next(reversed(sys.modules))
 
 
 @pytest.fixture
