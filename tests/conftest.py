@@ -13,6 +13,7 @@ from functools import cache
 from typing import TYPE_CHECKING
 
 import pytest
+from support.quick_logs import catch_logs_at_the_root
 
 if TYPE_CHECKING:
     from support.deployments import Written
@@ -109,6 +110,14 @@ def _any_width(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(scope="session", autouse=True)
+def _logs_at_the_root() -> Iterator[None]:
+    """Loggers of packages are not looked through for each test."""
+    with pytest.MonkeyPatch.context() as patched:
+        catch_logs_at_the_root(patched)
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
 def _no_power_failure() -> Iterator[None]:
     """Files are not flushed to the disk one by one: no test looks after a loss of power."""
     with pytest.MonkeyPatch.context() as patched:
@@ -123,12 +132,14 @@ def _shared_traces() -> Iterator[None]:
         yield
         return
     from support.quick_sizes import quicken_sizes
+    from support.quick_traces import keep_the_class_of_modules
     from support.shared_traces import SharedTraces
 
     from quantizer.graph.tracing import trace
 
     with pytest.MonkeyPatch.context() as patched:
         quicken_sizes(patched)
+        keep_the_class_of_modules(patched)
         patched.setattr(trace, "_export", SharedTraces(trace._export))
         yield
 
