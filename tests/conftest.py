@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 from support.quick_logs import catch_logs_at_the_root
+from support.work_here import work_here
 
 if TYPE_CHECKING:
     from support.deployments import Written
@@ -97,7 +98,7 @@ def _seeds_of_the_cpu() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
-def _same_random_numbers(_seeds_of_the_cpu: None) -> None:
+def _same_random_numbers() -> None:
     """A test draws the same numbers whichever tests ran before it in its process."""
     if "torch" in sys.modules:
         sys.modules["torch"].manual_seed(0)
@@ -122,6 +123,14 @@ def _no_power_failure() -> Iterator[None]:
     """Files are not flushed to the disk one by one: no test looks after a loss of power."""
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(os, "fsync", lambda descriptor: None)
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _work_here() -> Iterator[None]:
+    """Files of others are read without a fork of a large process."""
+    with pytest.MonkeyPatch.context() as patched:
+        work_here(patched)
         yield
 
 
