@@ -13,6 +13,8 @@ from functools import cache
 from typing import TYPE_CHECKING
 
 import pytest
+from support.quick_logs import catch_logs_at_the_root
+from support.work_here import work_here
 
 if TYPE_CHECKING:
     from support.deployments import Written
@@ -36,6 +38,8 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 
 _LASTING_MODULES: set[str] = set()
 """Names of loaded modules that no test has written."""
+_WITHOUT_MODELS: set[tuple[int, str]] = set()
+"""What `_last_loaded` returned when no module was left that a test has written."""
 
 MARKS_TO_NAME = ("large", "real", "extended")
 """Marks of tests that run only where `-m` names them."""
@@ -94,7 +98,7 @@ def _seeds_of_the_cpu() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
-def _same_random_numbers(_seeds_of_the_cpu: None) -> None:
+def _same_random_numbers() -> None:
     """A test draws the same numbers whichever tests ran before it in its process."""
     if "torch" in sys.modules:
         sys.modules["torch"].manual_seed(0)
@@ -107,10 +111,26 @@ def _any_width(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(scope="session", autouse=True)
+def _logs_at_the_root() -> Iterator[None]:
+    """Loggers of packages are not looked through for each test."""
+    with pytest.MonkeyPatch.context() as patched:
+        catch_logs_at_the_root(patched)
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
 def _no_power_failure() -> Iterator[None]:
     """Files are not flushed to the disk one by one: no test looks after a loss of power."""
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(os, "fsync", lambda descriptor: None)
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _work_here() -> Iterator[None]:
+    """Files of others are read without a fork of a large process."""
+    with pytest.MonkeyPatch.context() as patched:
+        work_here(patched)
         yield
 
 
@@ -121,12 +141,14 @@ def _shared_traces() -> Iterator[None]:
         yield
         return
     from support.quick_sizes import quicken_sizes
+    from support.quick_traces import keep_the_class_of_modules
     from support.shared_traces import SharedTraces
 
     from quantizer.graph.tracing import trace
 
     with pytest.MonkeyPatch.context() as patched:
         quicken_sizes(patched)
+        keep_the_class_of_modules(patched)
         patched.setattr(trace, "_export", SharedTraces(trace._export))
         yield
 
@@ -178,6 +200,8 @@ def _tests_are_no_code_of_models() -> Iterator[None]:
     if "torch" not in sys.modules:
         yield
         return
+    from support.users_modules import look_at_modules_of_users
+
     from quantizer.results import model_code
 
     plain = model_code.is_file_of_user
@@ -188,6 +212,7 @@ def _tests_are_no_code_of_models() -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(model_code, "is_file_of_user", is_file_of_user)
+        look_at_modules_of_users(patched, is_file_of_user)
         yield
 
 
@@ -195,6 +220,8 @@ def _tests_are_no_code_of_models() -> Iterator[None]:
 def _forgotten_models(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """A process begins without the models that earlier tests have written and loaded."""
     yield
+    if _last_loaded() in _WITHOUT_MODELS:
+        return
     written = str(tmp_path_factory.getbasetemp())
     # To look at all thousands again would take longer than most tests
     for name in sys.modules.keys() - _LASTING_MODULES:
@@ -203,6 +230,13 @@ def _forgotten_models(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None
             del sys.modules[name]
         else:
             _LASTING_MODULES.add(name)
+    _WITHOUT_MODELS.clear()
+    _WITHOUT_MODELS.add(_last_loaded())
+
+
+def _last_loaded() -> tuple[int, str]:
+    """Return how many modules are loaded, and which is the last one."""
+    return len(sys.modules), next(reversed(sys.modules))
 
 
 @pytest.fixture

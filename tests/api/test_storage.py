@@ -17,6 +17,7 @@ import pytest
 import torch
 from api.specs import per_token, quantized, same, spec, tiny_lm, tokens
 from safetensors.torch import load_file, save_file
+from support.extended import one_of_each
 from torch import nn
 
 from quantizer import (
@@ -51,13 +52,16 @@ def weight(dtype: Dtype) -> QuantizationSpec:
     )
 
 
+FORMATS = [dtype for dtype in Dtype if dtype not in (Dtype.float32, *OF_LLAMA_CPP)]
+MODEL_DTYPES = (torch.float32, torch.bfloat16)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "dtype",
-    [d for d in Dtype if d not in (Dtype.float32, *OF_LLAMA_CPP)],
-    ids=lambda dtype: dtype.name,
+    ("dtype", "model_dtype"),
+    one_of_each([(dtype, model_dtype) for model_dtype in MODEL_DTYPES] for dtype in FORMATS),
+    ids=str,
 )
-@pytest.mark.parametrize("model_dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_every_format_comes_back(
     dtype: Dtype, model_dtype: torch.dtype, tmp_path: Path
 ) -> None:

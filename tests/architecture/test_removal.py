@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import ast
+import compileall
 import json
-import os
 import re
 import shutil
 import subprocess
-import sys
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
+from support import fresh_processes
+from support.fresh_processes import PACKAGES, QUANTIZER, TORCH
 from support.ledger import MODULES, PACKAGE, source
 
 from quantizer.cli.main import subcommands
@@ -40,25 +44,23 @@ words = {"targets": list(EXPORTERS), "destinations": list(DESTINATIONS)}
 print(json.dumps({"codes": codes, "torch": torch, "commands": list(subcommands()), **words}))
 """
 _WITHOUT_EACH = """
-import json, os, sys
-import torch
+import importlib, json, os, sys
 
-# Forks share what torch imports, and may use no threads of the parent
-torch.set_num_threads(1)
-torch.export.export(torch.nn.Linear(1, 1), (torch.ones(2, 1),))
 options = ["--config_file", "plain.json", "--model", "net.py", "-q"]
 codes = {}
 for folder in json.loads(sys.argv[1]):
     os.rename(folder, "removed")
-    child = os.fork()
-    if not child:
-        from quantizer.cli.main import run_command
+    importlib.invalidate_caches()
+    from quantizer.cli.main import run_command
 
-        place = ["-o", os.path.basename(folder)]
-        modes = [["--quant_mode", mode, *options, *place] for mode in ("calib", "test")]
-        os._exit(max(map(run_command, modes)))
-    codes[folder] = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    for mode in ("calib", "test"):
+        words = ["--quant_mode", mode, *options, "-o", os.path.basename(folder)]
+        codes[folder + " " + mode] = run_command(words)
     os.rename("removed", folder)
+    # The next is imported anew
+    for name in list(sys.modules):
+        if name.partition(".")[0] == "quantizer":
+            del sys.modules[name]
 print(json.dumps(codes))
 """
 _NET = """
@@ -74,42 +76,59 @@ def calibration_data():
 """
 
 
-def without(folder: Path, names: list[str]) -> Path:
-    """Copy the package with its files, without some plug-ins."""
-    removed = {FOLDERS[name] for name in names}
-
-    def ignored(place: str, entries: list[str]) -> list[str]:
-        return [
-            entry
-            for entry in entries
-            if entry == "__pycache__" or Path(place, entry) in removed
-        ]
-
-    shutil.copytree(PACKAGE, folder / "quantizer", ignore=ignored)
-    for name in ("schemas", "configs", "examples"):
-        (folder / name).symlink_to(ROOT / name)
+@pytest.fixture(scope="module")
+def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Copy the package, compiled, with links to its files."""
+    folder = tmp_path_factory.mktemp("tree")
+    shutil.copytree(PACKAGE, folder / "quantizer")
+    compileall.compile_dir(folder / "quantizer", quiet=1)
+    link(ROOT, folder, "schemas", "configs", "examples")
     return folder
 
 
-def run(place: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "PYTHONPATH": str(place), "COLUMNS": "400"}
-    return subprocess.run(
-        [sys.executable, *words],
-        cwd=place,
-        capture_output=True,
-        text=True,
-        env=environment,
-        check=False,
-    )
+@pytest.fixture
+def place(tree: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return a folder of the test's own, from which processes import the copy."""
+    monkeypatch.setenv("COLUMNS", "400")
+    link(tree, tmp_path, "quantizer", "schemas", "configs", "examples")
+    return tmp_path
+
+
+def link(source: Path, target: Path, *names: str) -> None:
+    for name in names:
+        (target / name).symlink_to(source / name)
+
+
+@contextmanager
+def without(tree: Path, names: Iterable[str]) -> Iterator[None]:
+    """Move some plug-ins out of the copy for a while."""
+    with TemporaryDirectory(dir=tree) as aside, ExitStack() as returns:
+        for name in names:
+            folder = tree / FOLDERS[name].relative_to(ROOT)
+            moved = Path(aside, name)
+            folder.rename(moved)
+            returns.callback(moved.rename, folder)
+        yield
+
+
+def run(
+    place: Path, code: str, *words: str, begins_with: str = TORCH
+) -> subprocess.CompletedProcess[str]:
+    return fresh_processes.run(code, *words, cwd=place, begins_with=begins_with)
+
+
+def run_in_one_process(
+    place: Path, commands: list[list[str]]
+) -> subprocess.CompletedProcess[str]:
+    return run(place, _IN_ONE_PROCESS, json.dumps(commands), begins_with=PACKAGES)
 
 
 def run_mode(
-    place: Path, mode: str, *more: str, config: str = "plain.json"
+    place: Path, mode: str, *more: str, config: str = ""
 ) -> subprocess.CompletedProcess[str]:
-    options = ("--config_file", config, "--model", "examples/digits.py")
-    return run(
-        place, "-m", "quantizer", "--quant_mode", mode, *options, "--subset_len", "64", *more
-    )
+    options = ["--config_file", config] if config else []
+    options += ["--model", "examples/digits.py", "--subset_len", "64"]
+    return run(place, QUANTIZER, "--quant_mode", mode, *options, *more)
 
 
 def words_of_sources(name: str) -> set[str]:
@@ -139,16 +158,16 @@ def dependents(name: str) -> set[str]:
 
 @pytest.mark.parametrize("name", FOLDERS)
 def test_without_one_plugin_its_words_are_unknown_and_all_others_are_there(
-    name: str, tmp_path: Path
+    name: str, tree: Path, place: Path
 ) -> None:
-    place = without(tmp_path, [name])
     lost = dependents(name)
     asked = [
         ["--quant_mode", "test", "--deploy", word] for gone in lost for word in TARGETS[gone]
     ]
     asked += [[word] for gone in lost for word in COMMANDS[gone]]
     helps = [[word, "--help"] for word in ("explain", "init") if [word] not in asked]
-    done = run(place, "-c", _IN_ONE_PROCESS, json.dumps([["--help"], *helps, *asked]))
+    with without(tree, [name]):
+        done = run_in_one_process(place, [["--help"], *helps, *asked])
     assert done.returncode == 0, done.stderr
     facts = json.loads(done.stdout.splitlines()[-1])
     assert facts["codes"] == [*[0] * (1 + len(helps)), *[2] * len(asked)]
@@ -179,8 +198,10 @@ def test_without_one_plugin_its_words_are_unknown_and_all_others_are_there(
         assert f"install the package whose plug-in adds {gone_commands[0]}" in done.stderr
 
 
-def test_without_kinds_of_data_and_models_what_asks_for_them_is_refused(tmp_path: Path) -> None:
-    place = without(tmp_path, [name for name in FOLDERS if "/sources/" in str(FOLDERS[name])])
+def test_without_kinds_of_data_and_models_what_asks_for_them_is_refused(
+    tree: Path, place: Path
+) -> None:
+    sources = [name for name in FOLDERS if "/sources/" in str(FOLDERS[name])]
     (place / "pictures").mkdir()
     (place / "pictures" / "a.png").touch()
     (place / "a.txt").write_text("text")
@@ -189,7 +210,8 @@ def test_without_kinds_of_data_and_models_what_asks_for_them_is_refused(tmp_path
     asked = [[*calib, "--data", word] for word in data]
     asked.append(["--quant_mode", "calib", "--model", "pictures"])
     asked.append([*calib, "--tokenizer", "pictures"])
-    done = run(place, "-c", _IN_ONE_PROCESS, json.dumps(asked))
+    with without(tree, sources):
+        done = run(place, _IN_ONE_PROCESS, json.dumps(asked))
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout.splitlines()[-1])["codes"] == [4, 4, 4, 3, 2]
     assert "install the package whose plug-in adds synthetic, if there is one" in done.stderr
@@ -213,8 +235,9 @@ def plain_config(**settings: bool) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", CALIBRATING)
-def test_a_config_that_asks_for_an_absent_plugin_is_refused(name: str, tmp_path: Path) -> None:
-    place = without(tmp_path, [name])
+def test_a_config_that_asks_for_an_absent_plugin_is_refused(
+    name: str, tree: Path, place: Path
+) -> None:
     asked: list[dict[str, Any]] = []
     for plugin in plugins():
         if plugin.name == name:
@@ -225,10 +248,11 @@ def test_a_config_that_asks_for_an_absent_plugin_is_refused(name: str, tmp_path:
         asked.append(plain_config(**{key: True}))
     commands: list[list[str]] = []
     for number, config in enumerate([plain_config(), *asked]):
-        path = tmp_path / f"{number}.json"
+        path = place / f"{number}.json"
         path.write_text(json.dumps(config))
         commands.append(["validate", str(path)])
-    done = run(place, "-c", _IN_ONE_PROCESS, json.dumps(commands))
+    with without(tree, [name]):
+        done = run_in_one_process(place, commands)
     assert done.returncode == 0, done.stderr
     facts = json.loads(done.stdout.splitlines()[-1])
     assert facts["codes"] == [0, *[1] * len(asked)], done.stdout
@@ -238,69 +262,65 @@ def test_a_config_that_asks_for_an_absent_plugin_is_refused(name: str, tmp_path:
 
 @pytest.mark.slow
 def test_results_of_an_absent_plugin_are_refused_and_the_default_needs_none(
-    tmp_path: Path,
+    tree: Path, place: Path
 ) -> None:
-    place = without(tmp_path, [])
-    words = ("-m", "quantizer", "--model", "examples/digits.py", "--quant_mode")
-    short = ("--subset_len", "64")
-    done = run(place, *words, "calib", *short)
+    done = run_mode(place, "calib")
     assert done.returncode == 0, done.stderr
-    for name in CALIBRATING:
-        shutil.rmtree(place / FOLDERS[name].relative_to(ROOT))
-    done = run(place, *words, "test", *short)
-    assert done.returncode == 5
-    missing = next(line for line in done.stderr.splitlines() if "is not there" in line)
-    assert "equalization" in missing and "bias_correction" in missing
-    done = run_mode(place, "calib", config="configs/cpu_int8.json")
-    assert done.returncode == 2
-    assert "include_bias_corr needs the plug-in bias_correction" in done.stderr
-    done = run(place, *words, "calib", *short, "--fast_finetune", "adaround")
-    assert done.returncode == 2
-    assert "needs the plug-in finetuning, which is not there" in done.stderr
-    for mode in ("calib", "test"):
-        done = run(place, *words, mode, *short)
-        assert done.returncode == 0, done.stderr
+    with without(tree, CALIBRATING):
+        done = run_mode(place, "test")
+        assert done.returncode == 5
+        missing = next(line for line in done.stderr.splitlines() if "is not there" in line)
+        assert "equalization" in missing and "bias_correction" in missing
+        done = run_mode(place, "calib", config="configs/cpu_int8.json")
+        assert done.returncode == 2
+        assert "include_bias_corr needs the plug-in bias_correction" in done.stderr
+        done = run_mode(place, "calib", "--fast_finetune", "adaround")
+        assert done.returncode == 2
+        assert "needs the plug-in finetuning, which is not there" in done.stderr
+        for mode in ("calib", "test"):
+            done = run_mode(place, mode)
+            assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.slow
-def test_without_any_one_plugin_a_network_is_calibrated_and_tested(tmp_path: Path) -> None:
+def test_without_any_one_plugin_a_network_is_calibrated_and_tested(place: Path) -> None:
     """Modes import no plug-ins of commands."""
-    place = without(tmp_path, [])
     (place / "plain.json").write_text(json.dumps(plain_config()))
     (place / "net.py").write_text(_NET)
     folders = [folder.relative_to(ROOT).as_posix() for folder in FOLDERS.values()]
     removed = [folder for folder in folders if "/commands/" not in folder]
-    done = run(place, "-c", _WITHOUT_EACH, json.dumps(removed))
+    done = run(place, _WITHOUT_EACH, json.dumps(removed))
     assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout.splitlines()[-1]) == dict.fromkeys(removed, 0), done.stderr
+    runs = [f"{folder} {mode}" for folder in removed for mode in ("calib", "test")]
+    assert json.loads(done.stdout.splitlines()[-1]) == dict.fromkeys(runs, 0), done.stderr
     for folder in removed:
         assert (place / Path(folder).name / "report.json").exists()
 
 
 @pytest.mark.slow
 def test_without_any_plugin_the_core_works_and_one_alone_writes_its_files(
-    tmp_path: Path,
+    tree: Path, place: Path
 ) -> None:
     """The two that come back need no package but torch."""
-    place = without(tmp_path, list(FOLDERS))
     (place / "plain.json").write_text(json.dumps(plain_config()))
-    done = run_mode(place, "calib")
-    assert done.returncode == 0, done.stderr
-    done = run_mode(place, "test")
-    assert done.returncode == 0, done.stderr
-    assert (place / "quantize_result" / "report.json").exists()
-    assert not (place / "quantize_result" / "report.html").exists()
-    asked = [["--quant_mode", "test", "--deploy", "gguf"], ["tune", "--help"]]
-    done = run(place, "-c", _IN_ONE_PROCESS, json.dumps(asked))
-    facts = json.loads(done.stdout.splitlines()[-1])
-    assert facts["codes"] == [2, 2]
-    assert facts["commands"] == ["validate", "explain", "schema", "help"]
-    assert "there is none; install the package whose plug-in adds gguf" in done.stderr
-    assert "install the package whose plug-in adds tune" in done.stderr
-    for name in ("safetensors", "torch_export"):
-        shutil.copytree(FOLDERS[name], place / FOLDERS[name].relative_to(ROOT))
-    done = run_mode(place, "test", "--deploy", "safetensors", "--deploy", "pt2")
-    assert done.returncode == 0, done.stderr
+    with without(tree, FOLDERS):
+        for mode in ("calib", "test"):
+            done = run_mode(place, mode, config="plain.json")
+            assert done.returncode == 0, done.stderr
+        assert (place / "quantize_result" / "report.json").exists()
+        assert not (place / "quantize_result" / "report.html").exists()
+        asked = [["--quant_mode", "test", "--deploy", "gguf"], ["tune", "--help"]]
+        done = run_in_one_process(place, asked)
+        facts = json.loads(done.stdout.splitlines()[-1])
+        assert facts["codes"] == [2, 2]
+        assert facts["commands"] == ["validate", "explain", "schema", "help"]
+        assert "there is none; install the package whose plug-in adds gguf" in done.stderr
+        assert "install the package whose plug-in adds tune" in done.stderr
+    alone = ("safetensors", "torch_export")
+    with without(tree, FOLDERS.keys() - alone):
+        targets = ("--deploy", "safetensors", "--deploy", "pt2")
+        done = run_mode(place, "test", *targets, config="plain.json")
+        assert done.returncode == 0, done.stderr
     written = {path.name for path in (place / "quantize_result" / "export").iterdir()}
     assert written >= {"ResNet.safetensors", "ResNet.pt2"}
 
@@ -316,9 +336,9 @@ def folder_of(path: Path) -> str:
 def test_the_core_imports_no_plugin_and_a_plugin_those_that_it_needs() -> None:
     needs = {plugin.name: set(plugin.needs) for plugin in PLUGINS}
     packages = {
-        ".".join(folder.relative_to(ROOT).parts): name for name, folder in FOLDERS.items()
+        ".".join(folder.relative_to(PACKAGE).parts): name for name, folder in FOLDERS.items()
     }
-    pattern = re.compile(rf"\b({'|'.join(map(re.escape, packages))})\b")
+    pattern = re.compile(rf"\bquantizer\.({'|'.join(map(re.escape, packages))})\b")
     faults: list[str] = []
     for path in MODULES:
         here = folder_of(path)
@@ -333,7 +353,7 @@ def test_the_core_imports_no_plugin_and_a_plugin_those_that_it_needs() -> None:
         for text in sorted(named):
             for package in pattern.findall(text):
                 if packages[package] not in allowed:
-                    faults.append(f"{path.relative_to(PACKAGE)} names {package}")
+                    faults.append(f"{path.relative_to(PACKAGE)} names quantizer.{package}")
     assert not faults
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from support import fresh_processes
+from support.fresh_processes import COMMANDS
 from support.runs import DIGITS, EXAMPLE, ROOT, check
 
 from quantizer.cli.main import run_command
@@ -58,8 +59,8 @@ def test_test_mode_imports_no_tracer(tmp_path: Path) -> None:
     given = ["--model", DIGITS, "--output_dir", str(tmp_path), "-q", "--subset_len", "64"]
     # Both processes have loaded the same files of tests
     calibration = [run, "--quant_mode", "calib", "--config_file", EXAMPLE, *given]
-    made = fresh_processes.run(*calibration, cwd=ROOT, has_tracer=False)
+    made = fresh_processes.run(*calibration, cwd=ROOT, begins_with=COMMANDS)
     assert made.returncode == 0, made.stderr
     given += ["--quant_mode", "test"]
-    done = fresh_processes.run(code, *given, cwd=ROOT, has_tracer=False)
+    done = fresh_processes.run(code, *given, cwd=ROOT, begins_with=COMMANDS)
     assert done.returncode == 0, done.stderr

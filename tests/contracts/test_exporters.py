@@ -52,9 +52,13 @@ FILES_OF_TOYS = [
 ]
 ROUNDED_OTHERWISE = ["openvino"]
 """Targets whose reader multiplies by the reciprocal of a scale."""
-LIKE_PT2 = [("pt2_float", name) for name in ("nested_inputs", "several_outputs", "tied")]
+LIKE_PT2 = [
+    ("pt2_float", name) for name in ("nested_inputs", "several_outputs", "tied", "mobile")
+]
 """One exporter writes both kinds of programs, and takes calls and shared weights in one way."""
-LIKE_ONNX = [("openvino", name) for name in ("static_batch", "several_outputs", "tied")]
+LIKE_ONNX = [
+    ("openvino", name) for name in ("static_batch", "several_outputs", "tied", "nested_inputs")
+]
 """OpenVINO's files are translated from the .onnx, where these are decided."""
 ALIKE = [*LIKE_PT2, *LIKE_ONNX]
 USUAL = [row for row in FILES_OF_TOYS if row[1] != "branches" and row not in ALIKE]

@@ -6,6 +6,7 @@ from itertools import product
 
 import pytest
 import torch
+from support.extended import one_of_each
 from support.positional import fake_quantize
 
 from quantizer.config.model import QuantizationSpec
@@ -67,7 +68,17 @@ def scaled_specs():
         if not RANGE_METHODS[method].powers_of_two_only and (
             integer or (spec.dtype != "int" and not RANGE_METHODS[method].integers_only)
         ):
-            yield pytest.param(spec, id=f"{label(spec)}-{spec.dtype}-{ch_axis}")
+            yield spec
+
+
+def label_of_scaled(spec):
+    return f"{label(spec)}-{spec.dtype}-{spec.ch_axis}"
+
+
+def by_turns(bit_widths, round_mode):
+    """Every spec, whose width is one of these by turns."""
+    of_widths = [specs((width,), [round_mode]) for width in bit_widths]
+    return one_of_each(zip(*of_widths, strict=True))
 
 
 def label(spec):
@@ -146,7 +157,7 @@ def test_scale_and_zero_point_fit_the_grid_and_the_data(spec):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("spec", specs((4, 8), ["half_up"]), ids=label)
+@pytest.mark.parametrize("spec", by_turns((4, 8), "half_up"), ids=label)
 def test_constant_tensors_come_back_within_a_step(spec):
     for value in (0.0, 1e-45, -1e-45, 1e-30, -3.0, 1e30, -1e37):
         x = torch.full((3, 20), value)
@@ -156,7 +167,7 @@ def test_constant_tensors_come_back_within_a_step(spec):
         assert (error <= broadcast(qparams.scale, spec)).all(), value
 
 
-@pytest.mark.parametrize("spec", specs((2, 8, 16), ["half_even"]), ids=label)
+@pytest.mark.parametrize("spec", by_turns((2, 8, 16), "half_even"), ids=label)
 def test_the_whole_float_range_stays_finite(spec):
     largest = torch.finfo(torch.float32).max
     for x in (
@@ -243,8 +254,19 @@ def test_what_is_not_finite_is_counted_and_leaves_no_trace(spec):
     assert same(observer.qparams(), observed(spec, [good]).qparams())
 
 
-@pytest.mark.parametrize("spec", specs((8,), ["half_even"]), ids=label)
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64], ids=str)
+def of_other_types():
+    """Every spec, and one of the other types by turns."""
+    types = torch.float16, torch.bfloat16, torch.float64
+    return one_of_each(
+        [(spec, dtype) for dtype in types] for spec in specs((8,), ["half_even"])
+    )
+
+
+def name_of(value):
+    return label(value) if isinstance(value, QuantizationSpec) else str(value)
+
+
+@pytest.mark.parametrize(("spec", "dtype"), of_other_types(), ids=name_of)
 def test_other_float_types_are_observed_as_their_values(spec, dtype):
     x = batches(1)[0].to(dtype)
     assert same(observed(spec, [x]).qparams(), observed(spec, [x.float()]).qparams())
@@ -267,7 +289,7 @@ def test_the_tensor_itself_is_left_alone(spec):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("spec", list(scaled_specs()))
+@pytest.mark.parametrize("spec", list(scaled_specs()), ids=label_of_scaled)
 def test_groups_and_scaled_formats_have_a_scale_for_every_row(spec):
     x = batches(1)[0]
     qparams = observed(spec, [x]).qparams()

@@ -6,7 +6,7 @@ reach.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import pytest
@@ -34,4 +34,16 @@ def extended_except(values: Iterable[Any], *usual: Any) -> list[Any]:
             cases.append(pytest.param(*parameters))
         else:
             cases += extended(value)
+    return cases
+
+
+def one_of_each(groups: Iterable[Sequence[Any]]) -> list[Any]:
+    """Mark all values of each group but one: the first of the first group, the second of the
+    next, and so on.
+    """
+    cases: list[Any] = []
+    for number, group in enumerate(groups):
+        usual = number % len(group)
+        for place, value in enumerate(group):
+            cases += [value] if place == usual else extended(value)
     return cases

@@ -1,5 +1,7 @@
 """Fresh processes that need not import torch: forks of one that has imported it, the command
 line and what traces a model. A test that needs a process of its own saves three seconds.
+
+A process begins with `PACKAGES`, with torch as well, or with this package's code, too.
 """
 
 from __future__ import annotations
@@ -21,10 +23,18 @@ from typing import Any
 TESTS = Path(__file__).parents[1]
 QUANTIZER = "import runpy; runpy.run_module('quantizer', run_name='__main__', alter_sys=True)"
 """What `python -m quantizer` runs."""
+PACKAGES = "packages"
+"""Has imported what `--help` takes from other packages, and nothing of this one."""
+TORCH = "torch"
+"""Has imported torch, too, exported a module, and imported what pages are made with."""
+COMMANDS = "commands"
+"""Has imported torch and the command line, and not what traces a model."""
+TRACER = "tracer"
+"""Has traced a model."""
 _LIMITS = {"file_size": resource.RLIMIT_FSIZE, "memory": resource.RLIMIT_AS}
 _SERVER = """
 from support import fresh_processes
-_CODE = fresh_processes.next_code(*map(int, __import__("sys").argv[1:]))
+_CODE = fresh_processes.next_code(*__import__("sys").argv[1:])
 exec(compile(_CODE, "<fresh process>", "exec"), {"__name__": "__main__"})
 """
 
@@ -33,9 +43,9 @@ class FreshProcess:
     """Code that runs in a process of its own, and what it prints."""
 
     def __init__(
-        self, code: str, *arguments: str, cwd: Path, has_tracer: bool = True, **limits: int
+        self, code: str, *arguments: str, cwd: Path, begins_with: str = TRACER, **limits: int
     ) -> None:
-        self._server = _server(has_tracer)
+        self._server = _server(begins_with)
         self._streams = tempfile.TemporaryDirectory()
         request = {
             "code": code,
@@ -71,13 +81,10 @@ class FreshProcess:
 
 
 def run(
-    code: str, *arguments: str, cwd: Path, has_tracer: bool = True, **limits: int
+    code: str, *arguments: str, cwd: Path, begins_with: str = TRACER, **limits: int
 ) -> subprocess.CompletedProcess[str]:
-    """Run code with `sys.argv[1:]` in a fresh process and wait for its end.
-
-    Without `has_tracer` what traces a model is not yet imported.
-    """
-    process = FreshProcess(code, *arguments, cwd=cwd, has_tracer=has_tracer, **limits)
+    """Run code with `sys.argv[1:]` in a fresh process and wait for its end."""
+    process = FreshProcess(code, *arguments, cwd=cwd, begins_with=begins_with, **limits)
     return process.finished()
 
 
@@ -109,11 +116,11 @@ class _Server:
 
 
 @cache
-def _server(has_tracer: bool) -> _Server:
+def _server(begins_with: str) -> _Server:
     answers, writes = os.pipe()
     paths = [str(TESTS), str(TESTS.parent), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
     process = subprocess.Popen(
-        [sys.executable, "-c", _SERVER, str(writes), str(int(has_tracer))],
+        [sys.executable, "-c", _SERVER, str(writes), begins_with],
         env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))},
         stdin=subprocess.PIPE,
         pass_fds=[writes],
@@ -130,22 +137,13 @@ def _server(has_tracer: bool) -> _Server:
     return _Server(process, answers)
 
 
-def next_code(answers: int, has_tracer: int) -> str:
+def next_code(answers_to: str, begins_with: str) -> str:
     """Fork for each request; return its code in the fork, which then ends as any process does.
 
     Only the server calls this.
     """
-    import torch
-
-    import quantizer.cli.main
-
-    if has_tracer:
-        # Importing it takes a second
-        import quantizer.cli.modes.calib_mode  # noqa: F401
-        from quantizer.graph.tracing.trace import trace
-
-        trace(torch.nn.Linear(2, 2).eval(), (torch.zeros(2, 2),))
-
+    answers = int(answers_to)
+    _import_what(begins_with)
     for line in sys.stdin:
         request = json.loads(line)
         pid = os.fork()
@@ -156,6 +154,36 @@ def next_code(answers: int, has_tracer: int) -> str:
         _, status = os.waitpid(pid, 0)
         os.write(answers, f"{os.waitstatus_to_exitcode(status)}\n".encode())
     os._exit(0)
+
+
+def _import_what(begins_with: str) -> None:
+    """Import what the processes begin with."""
+    if begins_with == PACKAGES:
+        import click  # noqa: F401
+        import filelock  # noqa: F401
+        import jsonschema  # noqa: F401
+
+        return
+    import torch
+
+    if begins_with == TORCH:
+        # Forks may use no threads of this process
+        torch.set_num_threads(1)
+        open_batch = ({0: torch.export.Dim.AUTO},)
+        torch.export.export(
+            torch.nn.Linear(1, 1), (torch.ones(2, 1),), dynamic_shapes=open_batch
+        )
+        import jinja2  # noqa: F401
+
+        return
+    import quantizer.cli.main
+
+    if begins_with == TRACER:
+        # Importing it takes a second
+        import quantizer.cli.modes.calib_mode  # noqa: F401
+        from quantizer.graph.tracing.trace import trace
+
+        trace(torch.nn.Linear(2, 2).eval(), (torch.zeros(2, 2),))
 
 
 def _prepared(request: dict[str, Any]) -> str:
