@@ -47,7 +47,7 @@ def _python_device(monkeypatch: pytest.MonkeyPatch) -> None:
 
 GIVE_TO_THE_CPU = {
     "algorithms/bias_correction/bias_correction.py:_correct",
-    "calibration/channel_mean.py:observe",
+    "calibration/statistics.py:observe",
     "algorithms/finetuning/layers.py:solve",
     "algorithms/gptq/rows.py:_index",
     "algorithms/gptq/rows.py:by_first",
@@ -57,8 +57,8 @@ GIVE_TO_THE_CPU = {
     "comparison/noise.py:of",
     "comparison/output_comparison.py:see",
     "algorithms/equalization/equalization.py:__init__",
-    "nn/quantized_tensor.py:with_qparams",
-    "nn/quantized_tensor.py:encoded",
+    "nn/quantizer.py:with_qparams",
+    "nn/quantizer.py:encoded",
     "numerics/histogram.py:of",
     "numerics/metrics.py:row_energies",
     "observers/observed_batch.py:counted",
