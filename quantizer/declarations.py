@@ -180,6 +180,8 @@ class MetricWords:
         meaning: a phrase.
         short: the same for the page, where a formula or an explanation is left out; empty if
             `meaning` is short.
+        of: "floats" for what any test measures of floating-point outputs, "outputs" for what it
+            measures of others.
         is_pooled: whether it is of all outputs together, and so equals another one where a
             network has one output.
     """
@@ -188,6 +190,7 @@ class MetricWords:
     better: str
     meaning: str
     short: str = ""
+    of: Literal["", "floats", "outputs"] = ""
     is_pooled: bool = False
 
 

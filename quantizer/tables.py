@@ -252,6 +252,7 @@ METRICS: dict[str, MetricWords] = {
         "10 log10(sum x² / sum (x - y)²) of the float values x and the quantized values y",
         "the signal to quantization noise ratio (SQNR) of the worst output. 20 dB: the error "
         "has a tenth of the signal's amplitude; 40 dB: a hundredth",
+        of="floats",
     ),
     "sqnr_db_worst": MetricWords(
         "dB",
@@ -260,12 +261,14 @@ METRICS: dict[str, MetricWords] = {
         "fewer than 20 samples it is that of the worst one",
         "the SQNR that all but the worst twentieth of samples have; with fewer than 20 samples "
         "that of the worst one",
+        of="floats",
     ),
     "sqnr_db_pooled": MetricWords(
         "dB",
         HIGHER,
         "the same over the values of all outputs together; a large output hides a small one",
         "the SQNR of the values of all outputs together; a large output hides a small one",
+        of="floats",
         is_pooled=True,
     ),
     "sqnr_db[0.scores]": MetricWords(
@@ -276,12 +279,14 @@ METRICS: dict[str, MetricWords] = {
         HIGHER,
         "the cosine of the angle between float and quantized values, of the worst output or "
         "part",
+        of="floats",
     ),
     "equal_outputs": MetricWords(
         "0 to 1",
         HIGHER,
         "the share of equal values in outputs of integers and booleans, such as classes and "
         "indices",
+        of="outputs",
     ),
     "rows_kept": MetricWords(
         "0 to 1",
@@ -290,7 +295,10 @@ METRICS: dict[str, MetricWords] = {
         "values",
     ),
     "top1_agreement": MetricWords(
-        "0 to 1", HIGHER, "the share of samples whose largest value stays at the same place"
+        "0 to 1",
+        HIGHER,
+        "the share of samples whose largest value stays at the same place",
+        of="outputs",
     ),
     "top1": MetricWords("0 to 1", HIGHER, "accuracy against the labels of the data"),
     "perplexity": MetricWords("1 and more", LOWER, "of a language model on texts"),

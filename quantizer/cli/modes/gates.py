@@ -10,12 +10,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from quantizer.cli.arguments.options import Options
-from quantizer.comparison.output_figures import (
-    NAMED_FIGURES,
-    ROWS_KEPT,
-    WORST_SAMPLES,
-    metric_names,
-)
+from quantizer.comparison.output_figures import ROWS_KEPT, WORST_SAMPLES, metric_names
 from quantizer.config.wording import did_you_mean
 from quantizer.declarations import DROP
 from quantizer.errors import UsageError
@@ -25,7 +20,7 @@ from quantizer.graph.channels.output_parts import output_parts, sample_axis
 from quantizer.graph.ir import Graph, Node, references
 from quantizer.sources.batches import Batch
 from quantizer.sources.directions import BY_NAME, Directions, how_to_declare
-from quantizer.tables import POOLED_METRICS
+from quantizer.tables import METRICS
 
 _ANY_PAIR = {"float": 1.0, "quantized": 1.0}
 """Stands for the figures of both networks where only names count."""
@@ -36,7 +31,7 @@ _COMPARE: dict[str, Callable[[float, float], bool]] = {
     ">": operator.gt,
     "<": operator.lt,
 }
-_OUTPUT_FIGURES = (*NAMED_FIGURES, *POOLED_METRICS, "top1_agreement")
+_OUTPUT_FIGURES = tuple(name for name, words in METRICS.items() if words.of)
 """Test mode measures these without an evaluate()."""
 MEASURED = ("top1", "perplexity")
 """Measured without an evaluate(), if the data has labels or is text."""
@@ -305,7 +300,7 @@ def never_measured_metrics(graph: Graph) -> Reasons:
     reasons: Reasons = {}
     if not floats:
         why = "the model returns no floating-point values"
-        reasons |= dict.fromkeys(("sqnr_db", "cosine", WORST_SAMPLES, *POOLED_METRICS), why)
+        reasons |= {name: why for name, words in METRICS.items() if words.of == "floats"}
     elif all(sample_axis(graph, node) is None for node in floats):
         why = "no output has an axis whose size follows the batch"
         reasons[WORST_SAMPLES] = why
