@@ -14,6 +14,7 @@ from typing import Any
 
 from quantizer.calibration import observing
 from quantizer.calibration.events import RunStage, Snapshot
+from quantizer.calibration.faithful import changed_function
 from quantizer.calibration.observing import Calibration
 from quantizer.calibration.request import CalibrationRequest, CalibrationState, Step, in_order
 from quantizer.calibration.statistics import InputMagnitudes
@@ -221,6 +222,24 @@ def name_far_samples(request: CalibrationRequest, state: CalibrationState) -> Ca
     return state
 
 
+def name_changed_function(
+    request: CalibrationRequest, state: CalibrationState
+) -> CalibrationState:
+    """Warn if passes have changed what the float network computes, and none of them says so:
+    tests compare the quantized network with it.
+    """
+    graph = state.target.graph
+    first = request.batches.first().to(graph.device)
+    difference = changed_function(request.target.original, graph, first)
+    if difference:
+        text = (
+            f"passes or algorithms have changed what {graph.model} computes in float: outputs "
+            f"differ by {difference:.2g} of their size, and no figure of a test shows it"
+        )
+        request.events.message(logging.WARNING, text)
+    return state
+
+
 def finish(request: CalibrationRequest, state: CalibrationState) -> CalibrationState:
     """Quantize the parameters to codes, which are stored, run and exported. In place, quantize
     the modules.
@@ -244,6 +263,11 @@ _CORE = (
     Step("observe", observe, when=_observes_data),
     Step("scale", find_scales),
     Step("scale", name_far_samples, when=lambda request, state: request.ranks.is_first),
+    Step(
+        "finish",
+        name_changed_function,
+        when=lambda request, state: state.target.is_traced and request.ranks.is_first,
+    ),
     Step("finish", finish),
 )
 STEPS = in_order(_CORE)

@@ -4,7 +4,6 @@ batches.
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -14,7 +13,6 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from quantizer.calibration.faithful import changed_function
 from quantizer.comparison.extents import (
     MAX_LOST,
     MIN_EFFECT,
@@ -45,12 +43,6 @@ from quantizer.results.calibrated import Calibrated
 from quantizer.sources.batches import Batch
 from quantizer.sources.data import Batches
 from quantizer.storage.deferred_tensor import loaded
-
-_logger = logging.getLogger(__name__)
-_CHANGED = (
-    "passes that keep the function of a network have changed that of %s: its outputs differ by "
-    "%.2g of their size. They are compared with the model's own"
-)
 
 
 @dataclass
@@ -263,27 +255,15 @@ class Networks:
 
     @classmethod
     def of(cls, calibrated: Calibrated, batches: Batches) -> Networks:
-        """Return the networks of a calibration. If a pass that should not has changed what the
-        float network computes, outputs are compared with those of the user's model.
-        """
-        original = calibrated.original
-        device = original.device
-        reference = Network(calibrated.float_graph)
+        """Return the networks of a calibration."""
         user = calibrated.user_graph
-        outputs = calibrated.outputs
-        if user is None:
-            difference = changed_function(original, reference, batches.first().to(device))
-            if difference:
-                _logger.warning(_CHANGED, original.model, difference)
-                user = original
-                outputs = parts_named_as(original, original)
         return cls(
-            reference,
+            Network(calibrated.float_graph),
             calibrated.network(),
             None if user is None else Network(user),
             batches,
-            device,
-            outputs,
+            calibrated.original.device,
+            calibrated.outputs,
         )
 
     @property

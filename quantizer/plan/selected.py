@@ -143,12 +143,20 @@ def how_to_list_layers() -> str:
 def advice(selector: Selector, original: Graph) -> str:
     """Return a remedy for a selector that matches nothing."""
     as_expression = f"re:{selector.text}"
-    if selector.kind != "type" and by_name(as_expression, original, original).layers:
+    if selector.kind != "type" and _matches(as_expression, original):
         return f"{selector.text!r} is a glob; as a regular expression it is {as_expression!r}"
     near = closest_layers(selector, original)
     if near:
         return f"closest: {', '.join(near)}"
     return how_to_list_layers()
+
+
+def _matches(text: str, original: Graph) -> bool:
+    """Return whether a text names layers; False if it takes too long."""
+    try:
+        return bool(by_name(text, original, original).layers)
+    except UsageError:
+        return False
 
 
 def by_name(text: str, graph: Graph, original: Graph) -> Match:

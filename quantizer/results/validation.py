@@ -58,13 +58,13 @@ def check_content(content: Any, path: Path) -> None:
         raise damaged(path, "header/inputs", "a batch without samples")
     for layer, roles in content["tensors"].items():
         for role, entry in roles.items():
-            _require_words(path, entry["spec"])
+            _require_words(f"tensors/{layer}/{role} of {path}", entry["spec"])
             fault = spec_fault(entry["spec"], role) or _number_fault(entry)
             if fault is not None:
                 raise damaged(path, f"tensors/{layer}/{role}", fault)
 
 
-def _require_words(path: Path, fields: Mapping[str, Any]) -> None:
+def _require_words(place: object, fields: Mapping[str, Any]) -> None:
     """Refuse a spec with a word that a plug-in may have added.
 
     Raises:
@@ -74,7 +74,7 @@ def _require_words(path: Path, fields: Mapping[str, Any]) -> None:
         word = fields.get(key)
         if isinstance(word, str) and word != "int" and word not in known:
             raise ResultError(
-                f"{path} has the {key} {word!r}, which is not there",
+                f"{place} has the {key} {word!r}, which is not there",
                 help=[remedy_for_absent(word), "or run <--quant_mode calib> again"],
             )
 

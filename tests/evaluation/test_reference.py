@@ -152,10 +152,13 @@ def test_the_figure_is_against_the_users_model_and_passes_have_one_of_their_own(
     )
 
 
-def test_a_pass_that_changes_the_function_and_says_nothing_cannot_hide_it(
+def test_a_pass_that_changes_the_function_and_says_nothing_is_reported(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The float network after it is as wrong as the quantized one, so it is no measure."""
+    """The float network after it is as wrong as the quantized one, so no figure shows it."""
+    model, data = network(nn.ReLU()), images(2, 1.0, seed=1)
+    quantizer.calibrate(model, CPU, data)
+    assert "have changed what" not in caplog.text
 
     def fold_wrongly(graph: Graph) -> Graph:
         folded = fold_batch_norm(graph)
@@ -165,17 +168,10 @@ def test_a_pass_that_changes_the_function_and_says_nothing_cannot_hide_it(
 
     place = "quantizer.graph.passes.fold_batch_norm.fold_batch_norm"
     monkeypatch.setattr(place, fold_wrongly)
-    model, data = network(nn.ReLU()), images(2, 1.0, seed=1)
-    calibrated = quantizer.calibrate(model, CPU, data)
-    tested = calibrated.test()
-    with torch.no_grad():
-        exact = [model(x) for x in data]
-        found = [calibrated.network(x) for x in data]
-    assert tested.metrics["sqnr_db"] == pytest.approx(ratio_db(exact, found), abs=1e-3)
-    assert tested.metrics["sqnr_db"] < 25
-    assert (
-        "passes that keep the function of a network have changed that of Norms" in caplog.text
-    )
+    state = torch.get_rng_state()
+    quantizer.calibrate(model, CPU, data)
+    assert "passes or algorithms have changed what Norms computes in float" in caplog.text
+    assert torch.equal(torch.get_rng_state(), state)
 
 
 def test_a_conversion_alone_is_as_far_from_the_model_as_passes_say(

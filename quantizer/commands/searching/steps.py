@@ -3,6 +3,7 @@ Each step proposes changes of a config. `Search` measures them, and keeps the be
 gains something.
 """
 
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
@@ -36,6 +37,7 @@ from quantizer.graph.names import path_names
 from quantizer.numerics.codes import bits_of
 from quantizer.plugins import loaded, plugins
 
+_logger = logging.getLogger(__name__)
 _ACTIVATIONS: tuple[Role, ...] = ("input", "activation")
 _METHODS = ("auto", "percentile", "mse", "maxmin")
 _WEIGHTS: tuple[Role, ...] = ("weights",)
@@ -84,7 +86,13 @@ def _has_activations(search: Search) -> bool:
 
 def declared_steps() -> Iterator[SearchStep]:
     """Yield the steps of plug-ins, from cheap to dear."""
-    declared: list[ConfigStep] = [loaded(row.search) for row in plugins() if row.search]
+    declared: list[ConfigStep] = []
+    for plugin in plugins():
+        try:
+            declared += [loaded(plugin.search)] if plugin.search else []
+        except UsageError as error:
+            # It is of another package
+            _logger.warning("%s; its step is left out", error)
     by_name: dict[str, list[ConfigStep]] = {}
     for step in sorted(declared, key=attrgetter("place")):
         by_name.setdefault(step.name, []).append(step)
