@@ -34,6 +34,9 @@ _NEGLIGIBLE = 1e-6
 Outputs = Callable[[Call], list[Tensor]]
 """Returns what a file gives for one call: the tensors, in order."""
 
+logger = logging.getLogger(__name__)
+_MAX_SECONDS = 600
+
 
 @torch.no_grad()
 def compared_calls(
@@ -218,10 +221,6 @@ def with_float_figures(
         replace(part, float_sqnr_db=floats.get(part.name)) for part in verification.parts
     )
     return replace(verification, parts=parts, float_sqnr_db=figures.sqnr_db)
-
-
-logger = logging.getLogger(__name__)
-_MAX_SECONDS = 600
 
 
 def engine_check(

@@ -65,6 +65,9 @@ _NOT_DATA = {
 the error.
 """
 
+_logger = logging.getLogger(__name__)
+_WRAPPERS = ("state_dict", "model", "model_state_dict")
+
 
 class _UnreadableError(Exception):
     """A file cannot be read. It has two arguments: the reason, as the end of a sentence, and
@@ -280,11 +283,6 @@ READERS: Mapping[str, Callable[[Path], Any]] = {
     ".npy": _read_npy,
     ".npz": _read_npz,
 }
-
-
-_logger = logging.getLogger(__name__)
-
-_WRAPPERS = ("state_dict", "model", "model_state_dict")
 
 
 def load_weights(module: nn.Module, path: str, max_unpacked: int | None = None) -> None:
