@@ -110,7 +110,8 @@ def compare_with_model(
 
 def changed_function(original: Graph, changed: Graph, batch: Batch) -> float:
     """Return how far passes and rescaled weights have moved the floating-point outputs, as a
-    share of their size. Return 0 if they may, if rounding explains it, or if it is not known.
+    share of their size. Return 0 if a pass says so, if rounding explains it, or if it cannot be
+    known: weights stay in their files, random numbers are drawn, or so few samples do not run.
 
     Args:
         original: the model as traced.

@@ -234,7 +234,8 @@ def name_changed_function(
     if difference:
         text = (
             f"passes or algorithms have changed what {graph.model} computes in float: outputs "
-            f"differ by {difference:.2g} of their size, and no figure of a test shows it"
+            f"differ by {difference:.2g} of their size, and no figure of a test shows it. "
+            "Leave them out one by one to find which"
         )
         request.events.message(logging.WARNING, text)
     return state
