@@ -110,8 +110,10 @@ def compare_with_model(
 
 def changed_function(original: Graph, changed: Graph, batch: Batch) -> float:
     """Return how far passes and rescaled weights have moved the floating-point outputs, as a
-    share of their size. Return 0 if a pass says so, if rounding explains it, or if it cannot be
-    known: weights stay in their files, random numbers are drawn, or so few samples do not run.
+    share of their size. Return 0 if a pass says so, or if rounding explains it.
+
+    Nothing is compared where weights stay in their files, random numbers are drawn, or so few
+    samples do not run: the result is 0, too.
 
     Args:
         original: the model as traced.
