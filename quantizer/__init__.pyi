@@ -55,6 +55,7 @@ __all__ = [
     "PerBlockBFPObserver",
     "PerBlockMXObserver",
     "PerChannelMinMaxObserver",
+    "PerChannelPairSafeObserver",
     "PerGroupMSEObserver",
     "PerGroupMinMaxObserver",
     "PerTensorMSEObserver",
@@ -90,6 +91,10 @@ class PerBlockMXObserver(ObserverBase):
 class PerChannelMinMaxObserver(ObserverBase):
     """Selects a range for each channel along `ch_axis`, or for each group of its values, from
     the smallest to the largest value."""
+
+class PerChannelPairSafeObserver(ObserverBase):
+    """Selects the smallest range for each output channel of a weight with which no x86
+    processor adds up int8 products wrong."""
 
 class PerGroupMSEObserver(ObserverBase):
     """Selects the range with the least squared error for each group of `group_size` values

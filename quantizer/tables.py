@@ -100,6 +100,22 @@ RANGE_METHODS: dict[str, RangeMethod] = {
             )
         },
     ),
+    "pair_safe": RangeMethod(
+        f"{_BY_VALUES}:pair_safe",
+        "for weights of 8 bits: the smallest range with which no x86 processor adds up int8 "
+        "products wrong. It is maxmin where no products are added in pairs",
+        reads="values",
+        integers_only=True,
+        symmetric_only=True,
+        observers={
+            "PerChannelPairSafeObserver": ObserverClass(
+                ("per_channel",),
+                "the smallest range without wrong sums of int8 products; per_channel",
+                "the smallest range for each output channel of a weight with which no x86 "
+                "processor adds up int8 products wrong",
+            )
+        },
+    ),
     "diffs": RangeMethod(
         f"{_BY_VALUES}:diffs",
         "the power-of-two scale with the least squared error",

@@ -215,6 +215,14 @@ def find_scales(request: CalibrationRequest, state: CalibrationState) -> Calibra
     return replace(state, solution=solution)
 
 
+def keep_plain_scales(request: CalibrationRequest, state: CalibrationState) -> CalibrationState:
+    """Give weights their plain scales back; see `calibration.safe_pairs`."""
+    # Only weights with the method need it
+    from quantizer.calibration import safe_pairs
+
+    return safe_pairs.keep_plain_scales(request, state)
+
+
 def name_far_samples(request: CalibrationRequest, state: CalibrationState) -> CalibrationState:
     """Name the samples that stretch the range of an input."""
     for text in state.inputs.sentences(state.plan, state.solution):
@@ -263,6 +271,13 @@ _CORE = (
     Step("observe", load_statistics, when=lambda request, state: bool(request.statistics)),
     Step("observe", observe, when=_observes_data),
     Step("scale", find_scales),
+    Step(
+        "scale",
+        keep_plain_scales,
+        when=lambda request, state: any(
+            spec.method == "pair_safe" for spec in state.plan.specs.values()
+        ),
+    ),
     Step("scale", name_far_samples, when=lambda request, state: request.ranks.is_first),
     Step(
         "finish",

@@ -1,11 +1,13 @@
 """The integer arithmetic of the DPU: shifts with rounding, int32 accumulators, division by
-multiplication and shift.
+multiplication and shift. Also the pairs of products that x86 processors add up in 16 bits.
 
-Codes are integers held in float64, which is exact below 2^53 and has fast convolutions.
+Codes of the DPU are integers held in float64, which is exact below 2^53 and has fast
+convolutions.
 """
 
 import math
 
+import torch
 from torch import Tensor
 
 from quantizer.numerics.rounding import rounding_named
@@ -15,6 +17,8 @@ LEAKY_SLOPE = (26, 8)
 """The slope of LeakyReLU for negative values, as multiplier and shift: 26 / 2^8."""
 SIXTH = (2731, 14)
 """One sixth as multiplier and shift: hardsigmoid(x) is relu6(x + 3) * 2731 / 2^14."""
+LARGEST_PAIR_SUM = 128
+"""The largest sum of two weights w for which 255 * w fits 16 bits: 255 * 128 = 32640."""
 HARDSWISH_POSITION = 7
 """In hardswish, hardsigmoid(x) is an 8-bit code at this position, rounded half_up, before it is
 multiplied by x.
@@ -77,3 +81,31 @@ def pooling_factor(height: int, width: int) -> tuple[int, int]:
     shifts = range(math.ceil(math.log2(128 * area)))
     factors = [(round(2**shift / area), shift) for shift in shifts]
     return min(factors, key=lambda factor: abs(factor[0] / 2 ** factor[1] - 1 / area))
+
+
+def largest_pair_sums(weights: Tensor) -> Tensor:
+    """Return for each output the largest magnitude of the sum of two weights whose products are
+    added first, (outputs,).
+
+    These are neighbours along the input channels, which the kernels order within each position
+    of a convolution's kernel. Two weights of opposite signs cannot saturate. They count with
+    the larger magnitude.
+
+    Args:
+        weights: [outputs, inputs, ...], floats or codes.
+
+    >>> largest_pair_sums(torch.tensor([[100, 28, -90, 127], [0, -3, 2, 2]])).tolist()
+    [128, 4]
+    """
+    if weights.dtype in (torch.int8, torch.uint8):
+        weights = weights.to(torch.int32)
+    outputs, inputs = weights.shape[:2]
+    by_position = weights.reshape(outputs, inputs, -1).transpose(1, 2)
+    rows = by_position.reshape(outputs, -1)
+    # The kernels fill up the last pair with a zero.
+    missing = rows.shape[1] % 2
+    rows = torch.nn.functional.pad(rows, (0, missing))
+    pairs = rows.reshape(outputs, -1, 2)
+    positive_sums = pairs.clamp(min=0).sum(2)
+    negative_sums = pairs.clamp(max=0).sum(2)
+    return torch.maximum(positive_sums.amax(1), -negative_sums.amin(1))

@@ -241,12 +241,15 @@ class ObservedBatch(ObservedValues):
         low, high: (R,) the extremes of each row, in the same dtype, on the CPU.
         outermost: (1, 2 * B) the extremes of each index of the first axis, if `slices` leaves
             out values; otherwise None.
+        tensor: the values in their own shape; None in a part of a batch whose rows are no
+            indices of the first axis.
     """
 
     rows: Tensor
     low: Tensor
     high: Tensor
     outermost: Tensor | None = None
+    tensor: Tensor | None = None
 
     @classmethod
     def of(cls, x: Tensor, cut: Cut = ("per_tensor", None, None, 1)) -> ObservedBatch:
@@ -254,10 +257,10 @@ class ObservedBatch(ObservedValues):
         rows = as_rows(x, cut)
         if len(rows) > 1 or not is_sampled(x):
             low, high = extremes(rows)
-            return cls(rows, low.cpu(), high.cpu())
+            return cls(rows, low.cpu(), high.cpu(), tensor=x)
         low, high = extremes(by_index(x))
         outermost = torch.cat([low, high]).cpu()[None]
-        return cls(rows, low.amin().cpu()[None], high.amax().cpu()[None], outermost)
+        return cls(rows, low.amin().cpu()[None], high.amax().cpu()[None], outermost, x)
 
     @cached_property
     def histogram(self) -> Tensor:
@@ -269,13 +272,17 @@ class ObservedBatch(ObservedValues):
         count = -(-len(self.rows) // rows)
         if count == 1:
             return [self]
+        tensors: Sequence[Tensor | None] = [None] * count
+        if self.tensor is not None and len(self.tensor) == len(self.rows):
+            tensors = self.tensor.tensor_split(count)
         parts = zip(
             self.rows.tensor_split(count),
             self.low.tensor_split(count),
             self.high.tensor_split(count),
+            tensors,
             strict=True,
         )
-        return [ObservedBatch(*part) for part in parts]
+        return [ObservedBatch(*part[:3], tensor=part[3]) for part in parts]
 
     def sample(self, limit: int = SAMPLE_SIZE) -> Tensor:
         """Return every n-th value of each row, (R, n), as float32 or float64.

@@ -12,6 +12,7 @@ from torch import Tensor
 from quantizer.config.model import QuantizationSpec
 from quantizer.numerics.formats import POWERS_OF_TWO, SMALLEST_SCALE, CodeRange
 from quantizer.numerics.group_search import SearchedFormat, searched_scales
+from quantizer.numerics.integer import LARGEST_PAIR_SUM, largest_pair_sums
 from quantizer.numerics.qparams import qparams_from_range
 from quantizer.observers.least_error import least_power
 from quantizer.observers.methods import code_range_of, round_rows, searched_format
@@ -25,6 +26,8 @@ _GROUP_FACTORS = tuple(2 ** (-step / 16) for step in _GROUP_STEPS)
 _GROUP_REFITS = 2
 
 
+_ROUNDING = 2**-20
+"""More than the rounding errors of a scale and of a division by it."""
 _DIFFS_SAMPLE_SIZE = 1 << 15
 """A small sample: every value is quantized five times, and the candidates are far apart."""
 _DIFFS_CANDIDATES = 5
@@ -48,6 +51,37 @@ def diffs(values: ObservedValues, spec: QuantizationSpec) -> LowHigh:
     errors = quantized.sub_(sample).square_().sum(2)
     best = factors[errors.argmin(0).cpu()]
     return values.low * best, values.high * best
+
+
+def pair_safe(values: ObservedValues, spec: QuantizationSpec) -> LowHigh:
+    """Return the smallest range of a weight, or of each of its output channels, that cuts
+    nothing off and in which the codes of two neighbouring inputs add up to at most
+    LARGEST_PAIR_SUM. With scales along another axis it is the whole range.
+
+    x86 processors without VNNI add the products of two neighbours in 16 bits. If the largest
+    sum of two weights is less than 128 steps, that of their codes is at most 128: it is a whole
+    number, and rounding adds at most one step. A range is at most twice as wide as without the
+    limit.
+    """
+    # `Observer` refuses this method for all batches together
+    assert isinstance(values, ObservedBatch)
+    weight = values.tensor
+    has_scale_of_outputs = spec.qscheme == "per_channel" and spec.ch_axis == 0
+    if weight is None or weight.dim() < 2 or not (spec.has_one_scale or has_scale_of_outputs):
+        return values.low, values.high
+    # The sum of two halves is a float32, too
+    halves = weight.float() / 2
+    sums = largest_pair_sums(halves)
+    if weight.dim() == 4 and weight.shape[1] == 3:
+        # A file may add a fourth input channel of zeros, and then no pair spans two positions
+        padded = torch.nn.functional.pad(halves, (0, 0, 0, 0, 0, 1))
+        sums = torch.maximum(sums, largest_pair_sums(padded))
+    if spec.has_one_scale:
+        sums = sums.amax(0, keepdim=True)
+    step = 2 * sums.double().cpu() / LARGEST_PAIR_SUM * (1 + _ROUNDING)
+    # Weights of zero have no range to widen
+    factor = (step * code_range_of(spec).largest / values.amax).nan_to_num(1.0).clamp(min=1.0)
+    return values.low * factor, values.high * factor
 
 
 def group_mse(values: ObservedValues, spec: QuantizationSpec) -> LowHigh:

@@ -6,30 +6,17 @@ values run along the features that the layer sums over.
 """
 
 import dataclasses
-import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from quantizer.config.diagnostics import Diagnostic, Place, Sourced
-from quantizer.config.model import SUPERBLOCK, QuantizationSpec
+from quantizer.config.model import QuantizationSpec
 from quantizer.config.roles import base_role, is_parameter, parameter_name
-from quantizer.config.wording import first_names
 from quantizer.graph.ir import Graph, Node
 from quantizer.numerics.formats import SHARED_EXPONENTS
-from quantizer.plugins import if_command
 
 _SAMPLE_AXIS = 0
 _FP8 = ("fp8_e4m3", "fp8_e5m2")
-_SMALLEST_GROUP = 16
-"""Smaller groups cost as many bits for scales as for values."""
-
-
-_SUBSTITUTES = {
-    "q4_k": QuantizationSpec(bit_width=5, symmetric_scale="quant_min", method="group_mse"),
-    "q5_k": QuantizationSpec(bit_width=5, signed=False, symmetric=False, method="group_mse"),
-    "q6_k": QuantizationSpec(),
-}
-"""What llama.cpp uses for widths that super-blocks do not divide: Q5_0, Q5_1 and Q8_0."""
 
 
 @dataclass(frozen=True)
@@ -43,6 +30,8 @@ class TensorView:
         stacked: of how many tensors it is a stack along the first axis, which share no scale.
         groups: the groups of a transposed convolution whose weight it is, each with output
             channels of its own.
+        has_pairs: whether kernels for int8 may add up the products of two neighbouring inputs
+            first. They do not for depthwise convolutions.
     """
 
     sizes: tuple[int | None, ...] | None
@@ -51,6 +40,7 @@ class TensorView:
     maps: bool = False
     stacked: int = 1
     groups: int = 1
+    has_pairs: bool = False
 
     @property
     def rank(self) -> int | None:
@@ -103,10 +93,18 @@ def parameter_view(graph: Graph, node: Node, role: str) -> TensorView:
     view = TensorView(sizes, channels, features)
     groups = node.attrs.get("groups", 1)
     if node.row.experts:
-        view = dataclasses.replace(view, stacked=groups)
+        return dataclasses.replace(view, stacked=groups)
     if node.row.transposed:
-        view = dataclasses.replace(view, groups=groups)
-    return view
+        return dataclasses.replace(view, groups=groups)
+    is_product = role == "weights" and node.row.kind == "mac" and len(sizes) > 1
+    return dataclasses.replace(view, has_pairs=is_product and not is_depthwise(graph, node))
+
+
+def is_depthwise(graph: Graph, node: Node) -> bool:
+    """Return whether each input channel of a convolution makes one output channel."""
+    groups = int(node.attrs.get("groups", 1))
+    outputs, inputs_of_group = graph.weight(node).shape[:2]
+    return outputs == groups > 1 and inputs_of_group == 1
 
 
 def activation_view(graph: Graph, node: Node, source: str) -> TensorView:
@@ -131,6 +129,8 @@ def fit_spec(spec: QuantizationSpec, view: TensorView, role: str) -> Quantizatio
     if is_parameter(role):
         # A parameter's range is static
         spec = dataclasses.replace(spec, is_dynamic=False)
+    if spec.method == "pair_safe" and not view.has_pairs:
+        spec = dataclasses.replace(spec, method="maxmin")
     if spec.qscheme == "per_token" and view.maps:
         # Positions share the weights of a kernel, so that no runtime could give each of them
         # its own scale.
@@ -265,75 +265,3 @@ def grouped_length(spec: QuantizationSpec, view: TensorView) -> int | None:
     if axis is None or view.sizes is None or not -len(view.sizes) <= axis < len(view.sizes):
         return None
     return view.sizes[axis]
-
-
-def misfits(tensors: Sequence[Misfit]) -> Iterator[Diagnostic]:
-    """Yield one error for each place in the file, with the tensors by the lengths of their
-    axes.
-    """
-    by_place: dict[tuple[Place | None, str | None], list[Misfit]] = {}
-    for tensor in tensors:
-        key = tensor.place, tensor.super_blocks_of
-        by_place.setdefault(key, []).append(tensor)
-    for (place, super_blocks_of), alike in by_place.items():
-        names: dict[int, list[str]] = {}
-        for tensor in alike:
-            names.setdefault(tensor.length, []).append(tensor.tensor)
-        rows = [f"{length} long in {first_names(some)}" for length, some in names.items()]
-        if super_blocks_of is not None:
-            yield _super_block_misfit(super_blocks_of, rows, place, len(alike))
-            continue
-        group_sizes = {tensor.group_size for tensor in alike}
-        sizes = ", ".join(str(size) for size in sorted(group_sizes))
-        remedy = (
-            "-1 takes the whole axis; or choose another qscheme for these layers, or exclude "
-            "them"
-        )
-        fitting = math.gcd(*names, *group_sizes)
-        if fitting >= _SMALLEST_GROUP:
-            remedy = f"{fitting} divides all of them, {remedy}"
-        yield Diagnostic(
-            "QZ407",
-            f"group_size {sizes} does not divide the axis of {len(alike)} tensor(s): "
-            + "; ".join(rows),
-            place,
-            help=remedy,
-        )
-
-
-def super_block_substitute(dtype: str) -> str:
-    """Return the integers that replace a format with super-blocks, in groups of 32.
-
-    >>> super_block_substitute("q4_k"), super_block_substitute("q5_k")
-    ('int5', 'uint5')
-    """
-    # Only faults need it
-    from quantizer.config.forms.types import integer_word
-
-    return integer_word(_SUBSTITUTES[dtype])
-
-
-def without_super_blocks(spec: QuantizationSpec) -> QuantizationSpec:
-    """Return the spec that replaces one with super-blocks where these do not divide an axis.
-
-    Source: llama.cpp's fallback types.
-    """
-    return dataclasses.replace(
-        _SUBSTITUTES[spec.dtype], qscheme="per_group", ch_axis=spec.ch_axis, group_size=32
-    )
-
-
-def _super_block_misfit(
-    dtype: str, rows: Sequence[str], place: Place | None, count: int
-) -> Diagnostic:
-    """Return the error about tensors that super-blocks do not divide."""
-    instead = super_block_substitute(dtype)
-    how = if_command("init", " (`quantizer init --model` writes that)")
-    return Diagnostic(
-        "QZ407",
-        f"{dtype} has super-blocks of {SUPERBLOCK}, which do not divide the axis of {count} "
-        f"tensor(s): {'; '.join(rows)}",
-        place,
-        help=f"use {instead} in groups of 32 for these layers, as llama.cpp does{how}, or "
-        "exclude them",
-    )

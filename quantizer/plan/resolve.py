@@ -133,7 +133,11 @@ class _Resolver:
                 self.floats[name] = self.floats[point]
         self.findings += checks.ineffective(self.rules, self.floats)
         self.findings += checks.of_tensors(self.config, self.rules, self.graph, self.tensors)
-        self.findings += axes.misfits(self.misfits)
+        if self.misfits:
+            # Only faults need it
+            from quantizer.plan.misfits import misfit_findings
+
+            self.findings += misfit_findings(self.misfits)
         plan = Plan(
             graph=self.graph,
             tensors=self.tensors,

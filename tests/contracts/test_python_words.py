@@ -24,7 +24,8 @@ CLASSES = [quantizer.Config, quantizer.ModelQuantizer, Report, Result]
 OF_THE_SHELL = {
     "__main__.py",
     # Commands and options of the shell in files and tables that the shell writes, as are all
-    # plugin.py and search.py
+    # plugin.py
+    "algorithms/finetuning/network.py",
     "api/display.py",
     "config/forms/level_edits.py",
     "config/run_config.py",
@@ -41,7 +42,7 @@ def texts() -> Iterator[str]:
         place = path.relative_to(PACKAGE)
         if place.parts[0] in ("cli", "commands", "report") or place.as_posix() in OF_THE_SHELL:
             continue
-        if path.name in ("plugin.py", "search.py"):
+        if path.name == "plugin.py":
             continue
         nodes = source(path).nodes
         # Docstrings are not shown, and parts of a text are shown with it

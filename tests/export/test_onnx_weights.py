@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.configs import document
 from support.extended import extended
+from support.runs import ROOT
 from torch import Tensor, nn
 
 import quantizer
@@ -22,7 +23,7 @@ onnx = pytest.importorskip("onnx", reason="files are read with it (extra: onnx)"
 pytest.importorskip("onnxruntime", reason="files are verified with it (extra: onnx)")
 pytest.importorskip("onnxscript", reason="torch.onnx needs it (extra: onnx)")
 
-from quantizer.export.onnx.restated import largest_pair_sum
+from quantizer.numerics.integer import largest_pair_sums
 
 INT8, UINT8 = onnx.TensorProto.INT8, onnx.TensorProto.UINT8
 
@@ -139,7 +140,51 @@ def test_the_largest_sum_decides_whether_the_worst_inputs_saturate(row: list[int
     codes = torch.tensor([row])
     worst = [torch.where(codes * sign > 0, 255, 0) for sign in (1, -1)]
     wrong = any(saturated(codes, inputs) for inputs in worst)
-    assert wrong == (largest_pair_sum(codes) > 128)
+    assert wrong == (int(largest_pair_sums(codes)) > 128)
+
+
+def rows_as_multiplied(codes: Tensor) -> Tensor:
+    """Codes of each output in the order of the kernels, with a zero after an odd number.
+
+    Args:
+        codes: [inputs, outputs] of a product of matrices, or those of a convolution.
+    """
+    rows = codes.flatten(2).transpose(1, 2).flatten(1) if codes.dim() > 2 else codes.T
+    return nn.functional.pad(rows, (0, rows.shape[1] % 2))
+
+
+def saturating_weights(path: Path) -> tuple[list[str], set[int]]:
+    """The int8 weights of a file with which vpmaddubsw saturates on its worst inputs, and the
+    types of all weights.
+    """
+    model = onnx.load(path)
+    found: list[str] = []
+    for tensor in model.graph.initializer:
+        if tensor.name.endswith(".weights.codes") and tensor.data_type == INT8:
+            codes = torch.from_numpy(onnx.numpy_helper.to_array(tensor).copy())
+            if codes.dim() > 2 and codes.shape[1] == 1:
+                continue  # Kernels of depthwise convolutions add no pairs
+            rows = rows_as_multiplied(codes)
+            worst = [torch.where(rows * sign > 0, 255, 0) for sign in (1, -1)]
+            if any(saturated(rows, inputs) for inputs in worst):
+                found.append(tensor.name)
+    return found, weights_of(path)
+
+
+@pytest.mark.parametrize("preset", ["onnx_int8", "cpu_int8"])
+@pytest.mark.parametrize("model", [Extremes, Pairs])
+def test_no_file_of_a_preset_can_saturate(
+    model: type[nn.Module], preset: str, tmp_path: Path
+) -> None:
+    torch.manual_seed(0)
+    data = [torch.rand(8, 4, 9, 9)]
+    path = tmp_path / "net.onnx"
+    config = ROOT / "configs" / f"{preset}.json"
+    result = quantizer.calibrate(model().eval(), config, data)
+    result.export("onnx", path, data)
+    found, types = saturating_weights(path)
+    assert not found
+    assert (UINT8 in types) == (preset == "cpu_int8")
 
 
 @pytest.mark.parametrize(("zero_points", "is_int8"), [("one", True), ("several", False)])

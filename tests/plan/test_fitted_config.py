@@ -57,7 +57,7 @@ ALIKE = {
 """What differs from gguf_q4_0 or gguf_q4_k in the width of codes alone."""
 WITH_ALL_PRESETS = ("odd_widths", "recurrent", "transposed")
 """Models whose plans are made for these presets as well."""
-FOR_IMAGES = {"example", "gpu", "mobile_int8", "npu_int8", "tensorrt_int8"}
+FOR_IMAGES = {"example", "gpu", "mobile_int8", "npu_int8", "onnx_int8", "tensorrt_int8"}
 """Presets for images beside cpu_int8, dpu and default, which are left out for language models."""
 
 

@@ -20,12 +20,21 @@ from quantizer.calibration.events import RunStage
 from quantizer.calibration.request import CalibrationRequest, CalibrationState
 from quantizer.calibration.solution import quantized_network
 from quantizer.calibration.statistics import ChannelMean
+from quantizer.config.algorithms import ConfigChange, ConfigStep
 from quantizer.config.wording import counted
 from quantizer.distributed import merge_in_batch_order
 from quantizer.errors import DataError
 from quantizer.graph.ir import Node
 from quantizer.graph.tracing.parameters import move_module
 from quantizer.layerwise.sequential_runner import ActivationStore, SequentialRunner
+
+STEP = ConfigStep(
+    "bias correction",
+    "a second pass over the data",
+    (ConfigChange("biases corrected", setting="include_bias_corr"),),
+    place=1,
+)
+"""What a search for gates tries with it."""
 
 
 def run_bias_correction(

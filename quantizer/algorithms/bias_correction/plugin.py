@@ -9,5 +9,5 @@ _STEP = CalibrationStep(
     setting="include_bias_corr",
     why_data="bias correction needs the outputs of the quantized network, whose scales change",
 )
-_SEARCH = "quantizer.algorithms.bias_correction.search:STEP"
+_SEARCH = "quantizer.algorithms.bias_correction.bias_correction:STEP"
 PLUGIN = Plugin("bias_correction", rank=30, steps=(_STEP,), search=_SEARCH)

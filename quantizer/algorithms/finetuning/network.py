@@ -17,6 +17,7 @@ from quantizer.calibration.request import CalibrationRequest, CalibrationState
 from quantizer.calibration.snapshots import register_dataclasses, snapshot_of, value_of
 from quantizer.calibration.solution import Solution, quantized_network
 from quantizer.comparison.output_measure import OutputNoises
+from quantizer.config.algorithms import ConfigChange, ConfigStep
 from quantizer.config.wording import counted
 from quantizer.graph.channels.output_parts import Output, output_parts
 from quantizer.graph.ir import Graph
@@ -31,6 +32,16 @@ register_dataclasses(RoundedWeight, QParams)
 _CHECKPOINT = "the checkpoint of finetuning"
 FEW_SAMPLES = 32
 """With fewer, finetuned weights fit the calibration data more than the model."""
+STEP = ConfigStep(
+    "finetuning",
+    "two networks in step, and a solution per layer",
+    (
+        ConfigChange("--fast_finetune adaround", fast_finetune="adaround"),
+        ConfigChange("--fast_finetune adaquant", fast_finetune="adaquant"),
+    ),
+    place=4,
+)
+"""What a search for gates tries with fast finetuning."""
 
 
 def run_finetuning(request: CalibrationRequest, state: CalibrationState) -> CalibrationState:

@@ -14,7 +14,7 @@ _HELP = (
     "Also learn how to round each weight, layer by layer (adaround, the default), or the "
     "scales too (adaquant)."
 )
-_SEARCH = "quantizer.algorithms.finetuning.search:STEP"
+_SEARCH = "quantizer.algorithms.finetuning.network:STEP"
 PLUGIN = Plugin(
     "finetuning", rank=29, steps=(_STEP,), search=_SEARCH, options={"fast_finetune": _HELP}
 )

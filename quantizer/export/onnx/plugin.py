@@ -79,7 +79,7 @@ PLUGIN = Plugin(
     },
     destinations={
         "onnx": Destination(
-            "int8 ONNX", preset="cpu_int8", target="onnx", stands_for="network"
+            "int8 ONNX", preset="onnx_int8", target="onnx", stands_for="network"
         ),
         "tensorrt": Destination(
             "int8 ONNX for TensorRT",

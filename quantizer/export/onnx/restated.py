@@ -27,11 +27,11 @@ from quantizer.config.wording import counted
 from quantizer.export.arithmetic import is_multiplied, is_narrow, layer_input_spec
 from quantizer.graph.ir import Graph, Node
 from quantizer.nn.quantizer import QuantizedTensor
+from quantizer.numerics.integer import LARGEST_PAIR_SUM, largest_pair_sums
 from quantizer.option_words import Sentence
+from quantizer.plan.axes import is_depthwise
 from quantizer.plan.model import Key, TensorSpecs
 
-# The largest sum of two weights w for which 255 * w fits 16 bits: 255 * 128 = 32640.
-_MAX_PAIR_SUM = 128
 # The kernels for int8 weights read so many input channels at once.
 _CHANNELS_AT_ONCE = 4
 # Padding more weights of an output than these takes longer than it saves.
@@ -48,11 +48,13 @@ class WeightStorage:
 
     Attributes:
         unsigned: as uint8.
+        costly: as uint8, because int8 weights that no processor adds up wrong lose accuracy.
         signed: as int8, and no processor adds up their products wrong.
         unsafe: as int8, and processors without VNNI may add up their products wrong.
     """
 
     unsigned: list[str] = field(default_factory=list)
+    costly: list[str] = field(default_factory=list)
     signed: list[str] = field(default_factory=list)
     unsafe: list[str] = field(default_factory=list)
 
@@ -76,13 +78,18 @@ class WeightStorage:
         if self.unsafe or not self.unsigned:
             return ()
         count = len(self.unsigned) + len(self.signed)
-        return (
-            Sentence(
-                f"8-bit weights of {len(self.unsigned)} of {counted(count, 'layer')} are "
-                "stored as uint8, so that the file is right on every CPU. On CPUs with VNNI, "
-                "<--onnx_weights int8> is up to twice as fast"
-            ),
+        text = (
+            f"8-bit weights of {len(self.unsigned)} of {counted(count, 'layer')} are stored as "
+            "uint8, so that the file is right on every CPU. "
         )
+        if self.costly == self.unsigned:
+            text += "int8 weights that are right, too, would cost over 1 dB there"
+        else:
+            text += (
+                "<--onnx_weights int8> is up to twice as fast on CPUs with VNNI, and the range "
+                "method pair_safe for weights on every CPU"
+            )
+        return (Sentence(text),)
 
 
 def is_right_everywhere(tensor: QuantizedTensor, graph: Graph, node: Node, role: str) -> bool:
@@ -98,21 +105,13 @@ def is_right_everywhere(tensor: QuantizedTensor, graph: Graph, node: Node, role:
     has_one_zero_point = bool(tensor.zero_point.min() == tensor.zero_point.max())
     if role == "weights" and has_one_zero_point and is_depthwise(graph, node):
         return True
-    pair_sums = [largest_pair_sum(tensor.codes)]
+    pair_sums = [largest_pair_sums(tensor.codes)]
     missing = missing_channels(tensor.codes.shape, int(node.attrs.get("groups", 1)))
     if missing:
         # Only convolutions between integers are padded
         padded = torch.nn.functional.pad(tensor.codes, (0, 0, 0, 0, 0, missing))
-        pair_sums.append(largest_pair_sum(padded))
-    return max(pair_sums) <= _MAX_PAIR_SUM
-
-
-def is_depthwise(graph: Graph, node: Node) -> bool:
-    """Return whether each input channel of a convolution makes one output channel."""
-    groups = int(node.attrs.get("groups", 1))
-    outputs, inputs_of_group = graph.weight(node).shape[:2]
-    has_groups = outputs == groups > 1
-    return has_groups and inputs_of_group == 1
+        pair_sums.append(largest_pair_sums(padded))
+    return all(int(sums.max()) <= LARGEST_PAIR_SUM for sums in pair_sums)
 
 
 def missing_channels(shape: Sequence[int], groups: int) -> int:
@@ -133,35 +132,6 @@ def missing_channels(shape: Sequence[int], groups: int) -> int:
     if has_kernel and 0 < missing * positions <= _MAX_ADDED_WEIGHTS:
         return missing
     return 0
-
-
-def largest_pair_sum(codes: Tensor) -> int:
-    """Return the largest magnitude of the sum of two weights whose products are added first.
-
-    These are neighbours along the input channels, which the kernels order within each position
-    of a convolution's kernel. Two weights of opposite signs cannot saturate. They count with
-    the larger magnitude.
-
-    Args:
-        codes: [outputs, inputs, ...], integers.
-
-    >>> largest_pair_sum(torch.tensor([[100, 28, -90, 127]]))
-    128
-    """
-    outputs = codes.shape[0]
-    inputs = codes.shape[1]
-    by_input = codes.to(torch.int32).reshape(outputs, inputs, -1)
-    by_position = by_input.transpose(1, 2)
-    rows = by_position.reshape(outputs, -1)
-    # The kernels fill up the last pair with a zero.
-    missing = rows.shape[1] % 2
-    rows = torch.nn.functional.pad(rows, (0, missing))
-    pairs = rows.reshape(outputs, -1, 2)
-    positive_sums = pairs.clamp(min=0).sum(2)
-    negative_sums = pairs.clamp(max=0).sum(2)
-    highest = int(positive_sums.max())
-    lowest = int(negative_sums.min())
-    return max(highest, -lowest)
 
 
 def _shifted(tensor: QuantizedTensor, offset: int, *, signed: bool) -> QuantizedTensor:
@@ -249,6 +219,8 @@ def weight_storage(graph: Graph, solution: Solution) -> WeightStorage:
             continue
         if tensor.codes.dtype == torch.uint8:
             storage.unsigned.append(layer)
+            if tensor.spec.method == "pair_safe":
+                storage.costly.append(layer)
         elif is_right_everywhere(tensor, graph, node, role):
             storage.signed.append(layer)
         else:

@@ -11,15 +11,9 @@ from quantizer.config.json_types import JsonObject, JsonPath
 from quantizer.config.model import SUPERBLOCK, QuantizationSpec
 from quantizer.config.roles import is_parameter
 from quantizer.config.wording import first_names
-from quantizer.plan.axes import (
-    PlannedTensor,
-    TensorView,
-    grouped_length,
-    impossible,
-    super_block_substitute,
-    without_super_blocks,
-)
+from quantizer.plan.axes import PlannedTensor, TensorView, grouped_length, impossible
 from quantizer.plan.fit.fitting import Fitting, per_channel
+from quantizer.plan.misfits import super_block_substitute, without_super_blocks
 from quantizer.plan.model import TensorPlan
 
 _SMALLEST = 32
