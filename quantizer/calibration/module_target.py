@@ -42,6 +42,7 @@ NEEDS_TRACE = {
     "include_bias_corr": "compares the outputs of quantized layers with those of float layers",
     "convert_relu6_to_relu": "replaces operators",
     "convert_silu_to_hswish": "replaces operators",
+    "integer_activations": "replaces operators",
 }
 """Settings that need more than single modules, and what each does."""
 _USE_TRACE = "use quantizer.calibrate, which traces the model"

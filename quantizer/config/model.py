@@ -232,6 +232,7 @@ class Settings:
 
     convert_relu6_to_relu: bool = False
     convert_silu_to_hswish: bool = False
+    integer_activations: bool = False
     include_cle: bool = False
     include_bias_corr: bool = False
     keep_first_last_layer_accuracy: bool = False

@@ -186,6 +186,8 @@ _ROWS = (
     activation_op(
         "leaky_relu", "fusable", "torch.nn.LeakyReLU", _F + "leaky_relu", commutes=SCALING
     ),
+    # A pass makes it of the former, where it reads codes
+    activation_op("apart_leaky_relu", "nonlinear", aten=(), commutes=SCALING),
     activation_op("hardtanh", "fusable", "torch.nn.Hardtanh", _F + "hardtanh", cuts=True),
     activation_op("clamp", "fusable", "torch.clamp", cuts=True),
     activation_op("clamp_min", "fusable", "torch.clamp", cuts=True),

@@ -33,7 +33,7 @@ def test_a_pass_keeps_the_function_and_the_names(name: str) -> None:
         before = Network(graph)(*copy.deepcopy(args), **copy.deepcopy(kwargs))
     for rewrite, row in GRAPH_PASSES.items():
         after = load_pass(rewrite)(graph)
-        survivors = [node.name for node in after.nodes]
+        survivors = [node.name for node in after.nodes if node.name in graph.by_name]
         assert survivors == [node.name for node in graph.nodes if node.name in after.by_name]
         assert {node.name for node in graph.nodes} - set(survivors) == set(after.absorbed)
         assert load_pass(rewrite)(after) == after, rewrite

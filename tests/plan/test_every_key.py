@@ -35,6 +35,7 @@ PARAMETERS: dict[str, dict[str, Any]] = {
 SWITCHES: dict[str, Any] = {
     "convert_relu6_to_relu": True,
     "convert_silu_to_hswish": True,
+    "integer_activations": True,
     "include_cle": True,
     "include_bias_corr": True,
     "keep_first_last_layer_accuracy": True,

@@ -36,7 +36,7 @@ def check_layered(
             yield from _conflict(conflict, scope.merged, device_place)
         yield from refused_under_float(scope.blocks)
         yield from _small_percentage(scope)
-    yield from _dpu_only(settings)
+    yield from _of_other_devices(settings)
     yield from _unused(levels, scopes)
     for level in levels:
         yield from _overall_per_channel(level)
@@ -149,9 +149,21 @@ def _small_percentage(scope: _Scope) -> Diagnostics:
     )
 
 
-def _dpu_only(settings: Settings) -> Diagnostics:
+def _of_other_devices(settings: Settings) -> Diagnostics:
+    """Yield the settings that are not for the device of the file."""
     device = settings.places.get("target_device")
-    if device is None or settings.target_device == "DPU":
+    if device is None:
+        return
+    if settings.target_device == "DPU":
+        if settings.integer_activations:
+            yield Diagnostic(
+                "QZ211",
+                "integer_activations is not for the DPU, which computes activation functions "
+                "in its own way",
+                settings.places["integer_activations"],
+                help="remove it, or write another target_device",
+                related=related_to(device, "for this device"),
+            )
         return
     for name, place in settings.places.items():
         if name in _DPU_ONLY and getattr(settings, name):

@@ -19,7 +19,7 @@ _FOLDER = "quantizer.graph.passes"
 
 
 GRAPH_PASSES: dict[str, GraphPass] = {
-    "remove_dropout": GraphPass(f"{_FOLDER}.activations:remove_dropout"),
+    "remove_dropout": GraphPass(f"{_FOLDER}.compute_constants:remove_dropout"),
     "compute_weights": GraphPass(f"{_FOLDER}.compute_constants:compute_weights"),
     "compute_constants": GraphPass(f"{_FOLDER}.compute_constants:compute_constants"),
     "separate_biases": GraphPass(f"{_FOLDER}.linear_layers:separate_biases"),
@@ -35,6 +35,9 @@ GRAPH_PASSES: dict[str, GraphPass] = {
         "convert_silu_to_hswish",
         changes="on purpose",
     ),
+    "integer_activations": GraphPass(
+        f"{_FOLDER}.activations:integer_activations", "integer_activations"
+    ),
     "fold_batch_norm": GraphPass(f"{_FOLDER}.fold_batch_norm:fold_batch_norm"),
 }
 for _plugin in plugins():
@@ -42,13 +45,13 @@ for _plugin in plugins():
 # A device computes what all other passes have left
 GRAPH_PASSES |= {
     "dpu_average_pooling": GraphPass(
-        f"{_FOLDER}.dpu_pooling:dpu_average_pooling", device="DPU", changes="device"
+        f"{_FOLDER}.dpu:dpu_average_pooling", device="DPU", changes="device"
     ),
     "dpu_leaky_relu": GraphPass(
-        f"{_FOLDER}.activations:dpu_leaky_relu", device="DPU", changes="device"
+        f"{_FOLDER}.dpu:dpu_leaky_relu", device="DPU", changes="device"
     ),
     "dpu_hard_activations": GraphPass(
-        f"{_FOLDER}.activations:dpu_hard_activations", device="DPU", changes="device"
+        f"{_FOLDER}.dpu:dpu_hard_activations", device="DPU", changes="device"
     ),
 }
 

@@ -1,52 +1,51 @@
-"""Passes that remove operators without effect in inference, and replace activations that a
-device lacks.
-"""
+"""Passes that replace activations that a device lacks or an engine is slow at."""
 
 from dataclasses import replace
 from typing import Any
 
-from quantizer.graph.ir import Graph, Node, rewire
+from quantizer.graph.ir import Graph, Node, Ref
 
-
-def remove_dropout(graph: Graph) -> Graph:
-    """Return the graph without dropout layers."""
-    moved: dict[str, str] = {}
-    for node in graph.nodes:
-        if node.op == "dropout":
-            moved[node.name] = next(node.refs())
-    return rewire(graph, moved, moved) if moved else graph
+_GATES = {
+    "silu": ("sigmoid", "aten.sigmoid.default"),
+    "hardswish": ("hardsigmoid", "aten.hardsigmoid.default"),
+}
+"""By operator, the operator and the target of its gate."""
 
 
 def convert_relu6_to_relu(graph: Graph) -> Graph:
     """Convert every ReLU6, module or function, to a ReLU of the same name."""
-    return _convert(graph, "relu6", op="relu", target="aten.relu.default")
+    return convert_activation(graph, "relu6", op="relu", target="aten.relu.default")
 
 
 def convert_silu_to_hswish(graph: Graph) -> Graph:
     """Convert every SiLU, module or function, to a Hardswish of the same name."""
-    return _convert(graph, "silu", op="hardswish", target="aten.hardswish.default")
+    return convert_activation(graph, "silu", op="hardswish", target="aten.hardswish.default")
 
 
-def dpu_leaky_relu(graph: Graph) -> Graph:
-    """Give every LeakyReLU the DPU's slope, 26/256."""
-    # Only the DPU needs it
-    from quantizer.numerics.integer import LEAKY_SLOPE
+def integer_activations(graph: Graph) -> Graph:
+    """Return the graph with activations as engines compute them between codes.
 
-    numerator, shift = LEAKY_SLOPE
-    slope = numerator / 2**shift
-    return _convert(graph, "leaky_relu", attrs={"negative_slope": slope})
-
-
-def dpu_hard_activations(graph: Graph) -> Graph:
-    """Compute hardsigmoid as relu6(x + 3) * 2731 / 2^14, and hardswish as x times that in 8
-    bits.
+    A LeakyReLU reads codes, and no longer belongs to the layer before it. A SiLU or Hardswish
+    `x` is the product of its input and of a gate `x_gate`, which gets codes, too. What the
+    network returns stays as it is.
     """
-    for op in ("hardsigmoid", "hardswish"):
-        graph = _convert(graph, op, target=f"dpu.{op}")
-    return graph
+    nodes: list[Node] = []
+    for node in graph.nodes:
+        is_inside = "" not in graph.consumers[node.name]
+        if is_inside and node.op == "leaky_relu":
+            nodes.append(replace(node, op="apart_leaky_relu"))
+        elif is_inside and node.op in _GATES:
+            op, target = _GATES[node.op]
+            gate = replace(node, name=f"{node.name}_gate", op=op, target=target)
+            inputs = {**node.inputs, "other": Ref(gate.name)}
+            product = replace(node, op="mul", target="aten.mul.Tensor", inputs=inputs)
+            nodes += [gate, product]
+        else:
+            nodes.append(node)
+    return graph.replaced(nodes=tuple(nodes))
 
 
-def _convert(graph: Graph, old: str, **changes: Any) -> Graph:
+def convert_activation(graph: Graph, old: str, **changes: Any) -> Graph:
     """Return the graph with changes to all nodes of an operator, which lose their constants."""
     changes.setdefault("attrs", {})
 

@@ -1,7 +1,8 @@
-"""Passes that compute once what the model computes from its own tensors in each call.
+"""Passes that remove operators without effect in inference, and compute once what the model
+computes from its own tensors in each call.
 
-These are weights, as weight_norm and spectral_norm make them, and results of rare operators,
-such as an inverse matrix. Few engines know these operators.
+The latter are weights, as weight_norm and spectral_norm make them, and results of rare
+operators, such as an inverse matrix. Few engines know these operators.
 """
 
 from collections.abc import Callable
@@ -13,6 +14,15 @@ import torch
 from quantizer.graph.ir import Graph, Node, Ref, depending, map_refs, references, rewire
 from quantizer.graph.ops import OPS
 from quantizer.graph.targets import call
+
+
+def remove_dropout(graph: Graph) -> Graph:
+    """Return the graph without dropout layers."""
+    moved: dict[str, str] = {}
+    for node in graph.nodes:
+        if node.op == "dropout":
+            moved[node.name] = next(node.refs())
+    return rewire(graph, moved, moved) if moved else graph
 
 
 def compute_weights(graph: Graph) -> Graph:

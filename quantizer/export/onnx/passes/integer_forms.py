@@ -52,12 +52,11 @@ _ROUNDING = 2**-20
 
 
 def quantize_gates(model: ir.Model, lowering: Lowering) -> None:
-    """Quantize each gate whose product with its own quantized input is quantized.
+    """Replace each hard-sigmoid between codes by an Add, which has the same codes.
 
-    A hard-sigmoid that is quantized itself becomes an Add without other codes.
+    If the conventions say so, also quantize each gate whose product with its own quantized
+    input is quantized.
     """
-    if not lowering.conventions.quantizes_gates:
-        return
     for node in list(model.graph):
         x = node.inputs[0] if node.inputs else None
         has_codes = producer_of(x, "DequantizeLinear") is not None
@@ -65,7 +64,8 @@ def quantize_gates(model: ir.Model, lowering: Lowering) -> None:
             continue
         if node.op_type == "HardSigmoid":
             _add_in_integers(node)
-        if node.op_type not in ("HardSwish", "Mul"):
+        is_product = node.op_type in ("HardSwish", "Mul")
+        if not is_product or not lowering.conventions.quantizes_gates:
             continue
         builder = NodeBuilder(str(node.outputs[0].name), node)
         gate = _gate(builder, node)

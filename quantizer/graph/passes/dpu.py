@@ -1,17 +1,34 @@
-"""A pass that computes average pooling as the DPU does: the sum of a window times m / 2^s.
-Averages that the DPU cannot compute stay as they are.
+"""Passes that compute activations and average pooling as the DPU does. An average is the sum of
+a window times m / 2^s. Averages that the DPU cannot compute stay as they are.
 """
 
 from dataclasses import replace
 
 from quantizer.graph.ir import Graph, Node
+from quantizer.graph.passes.activations import convert_activation
 from quantizer.graph.targets import pair
-from quantizer.numerics.integer import pooling_factor
+from quantizer.numerics.integer import LEAKY_SLOPE, pooling_factor
 
 _Sizes = tuple[int, int]
 """Height and width."""
 _Window = tuple[_Sizes, _Sizes, _Sizes]
 """Kernel, stride and padding."""
+
+
+def dpu_leaky_relu(graph: Graph) -> Graph:
+    """Give every LeakyReLU the DPU's slope, 26/256."""
+    numerator, shift = LEAKY_SLOPE
+    slope = numerator / 2**shift
+    return convert_activation(graph, "leaky_relu", attrs={"negative_slope": slope})
+
+
+def dpu_hard_activations(graph: Graph) -> Graph:
+    """Compute hardsigmoid as relu6(x + 3) * 2731 / 2^14, and hardswish as x times that in 8
+    bits.
+    """
+    for op in ("hardsigmoid", "hardswish"):
+        graph = convert_activation(graph, op, target=f"dpu.{op}")
+    return graph
 
 
 def dpu_average_pooling(graph: Graph) -> Graph:
