@@ -54,9 +54,9 @@ def diffs(values: ObservedValues, spec: QuantizationSpec) -> LowHigh:
 
 
 def pair_safe(values: ObservedValues, spec: QuantizationSpec) -> LowHigh:
-    """Return the smallest range of a weight, or of each of its output channels, that cuts
-    nothing off and in which the codes of two neighbouring inputs add up to at most
-    LARGEST_PAIR_SUM. With scales along another axis it is the whole range.
+    """Return the smallest range of a weight, or of each of its output channels, in which the
+    codes of two neighbouring inputs add up to at most LARGEST_PAIR_SUM. Nothing is cut off.
+    With scales along another axis it is the whole range.
 
     x86 processors without VNNI add the products of two neighbours in 16 bits. If the largest
     sum of two weights is less than 128 steps, that of their codes is at most 128: it is a whole

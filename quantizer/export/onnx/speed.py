@@ -1,6 +1,4 @@
-"""Measures how fast a session is against one of the same network in float, also with int8
-weights.
-"""
+"""Measures how fast a file is against the same network in float, also with int8 weights."""
 
 import math
 import time
@@ -59,21 +57,27 @@ def float_model(model: ir.Model) -> bytes | None:
 
 
 def measured_speed(
-    session: onnxruntime.InferenceSession,
-    floating: bytes,
-    feed: Feed,
-    *,
-    with_int8: bytes | None = None,
+    file: bytes | str, floating: bytes, feed: Feed, *, with_int8: bytes | None = None
 ) -> Speed | None:
-    """Return how fast `session` is against the model `floating`; None if that is unknown.
+    """Return how fast a file is against the model `floating`; None if that is unknown.
+
+    Both have one thread, whose processor time is measured. Other programs hardly change it,
+    while they may double the time that passes.
 
     Args:
+        file: the serialized model, or its place.
+        floating: the network in float, serialized.
+        feed: of the call that is measured.
         with_int8: the same file with int8 weights. If it is faster, its speed is returned, too.
     """
-    models = [floating] if with_int8 is None else [floating, with_int8]
-    further = [timed_session(model, onnxruntime.SessionOptions()) for model in models]
-    timers = [partial(mean_seconds, other, feed) for other in (session, *further)]
-    speed, *others = speeds_in_turns(timers)
+    models = [file, floating] if with_int8 is None else [file, floating, with_int8]
+    timers: list[Timer] = []
+    for model in models:
+        options = onnxruntime.SessionOptions()
+        options.intra_op_num_threads = 1
+        session = timed_session(model, options)
+        timers.append(partial(mean_seconds, session, feed, clock=time.thread_time))
+    speed, *others = speeds_in_turns(timers, waited=_no_wait_counts)
     if speed is None:
         return None
     for other in others:
@@ -82,8 +86,13 @@ def measured_speed(
     return speed
 
 
+def _no_wait_counts() -> float:
+    """Return 0: a thread that waits for a processor uses none."""
+    return 0.0
+
+
 def timed_session(
-    model: bytes, options: onnxruntime.SessionOptions
+    model: bytes | str, options: onnxruntime.SessionOptions
 ) -> onnxruntime.InferenceSession:
     """Return a session that does not disturb the one that runs after it."""
     options.log_severity_level = 4
@@ -139,12 +148,18 @@ def _runs_at_once(timer: Timer, shortest: float) -> int:
     return max(1, math.ceil(shortest / max(seconds, shortest / _MAX_RUNS)))
 
 
-def mean_seconds(session: onnxruntime.InferenceSession, feed: Feed, runs: int) -> float:
+def mean_seconds(
+    session: onnxruntime.InferenceSession,
+    feed: Feed,
+    runs: int,
+    *,
+    clock: Callable[[], float] = time.perf_counter,
+) -> float:
     """Return the seconds of one run, as the mean of several."""
-    start = time.perf_counter()
+    start = clock()
     for _ in range(runs):
         session.run(None, feed)
-    return (time.perf_counter() - start) / runs
+    return (clock() - start) / runs
 
 
 def with_int8_weights(model: ModelProto) -> bytes | None:

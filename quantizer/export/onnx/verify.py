@@ -203,7 +203,7 @@ def verify_sessions(file: OnnxFile, deployment: Deployment) -> Verification:
             remedy=remedy,
         )
     rows = () if layers is None else tuple(layers[0].rows.values())
-    speed = _speed(file, sessions[DEFAULT], feeds)
+    speed = _speed(file, feeds)
     if speed is not None and speed.high < 1 and deployment.layer_choice is None:
         speed = replace(speed, remedy=_NEVER_SLOWER)
     default = replace(verified[DEFAULT], kernels=multiplications, layers=rows, speed=speed)
@@ -230,10 +230,8 @@ def _multiplications(
     return kernels_of_products(file.model, products, deployment.graph, deployment.solution)
 
 
-def _speed(
-    file: OnnxFile, session: onnxruntime.InferenceSession, feeds: Sequence[Feed]
-) -> Speed | None:
-    """Measure the speed of a session against the float network.
+def _speed(file: OnnxFile, feeds: Sequence[Feed]) -> Speed | None:
+    """Measure the speed of a file against the float network.
 
     That with int8 weights is measured, too, where the processor multiplies them right.
     """
@@ -243,7 +241,7 @@ def _speed(
     if isinstance(file.source, bytes):
         with_int8 = with_int8_weights(file.model)
     with failures_named("ONNX Runtime, without quantization,", file.name, HELP):
-        return measured_speed(session, file.floating, feeds[0], with_int8=with_int8)
+        return measured_speed(file.source, file.floating, feeds[0], with_int8=with_int8)
 
 
 def _layer_session(
