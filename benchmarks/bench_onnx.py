@@ -1,18 +1,17 @@
 """What an `.onnx` costs in ONNX Runtime, against the float model and against what the runtime's
 own quantizer makes.
 
-`python benchmarks/bench_onnx.py [rounds] [network …]`; the same data calibrate both; default
-sessions, batches of 1 and
-10. 8-bit weights are int8 on processors with VNNI, as the runtime's own are, and uint8 on
-    others, where the runtime's own products are wrong.
+`python benchmarks/bench_onnx.py [--threads N] [rounds] [network …]`; the same data calibrate
+both; default sessions, batches of 1 and 10. Files are those that `quantizer run --to onnx`
+writes.
 """
 
 from __future__ import annotations
 
+import argparse
 import functools
-import json
+import importlib
 import logging
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,7 +30,7 @@ from onnxruntime.quantization import (
 )
 from onnxruntime.quantization.shape_inference import quant_pre_process
 from torch import Tensor, nn
-from vision import mobile, normalized, vit
+from vision import convnext, convolutions, mobile, normalized, pyramid, vit
 from workloads import images, llama, resnet18, tokens
 
 import quantizer
@@ -42,20 +41,11 @@ from quantizer.numerics.metrics import sqnr_db
 from quantizer.sources.models import load_model
 
 ROOT = Path(__file__).parents[1]
-CPU_INT8 = ROOT / "configs" / "cpu_int8.json"
-WEIGHTS = "int8" if torch.cpu._is_vnni_supported() else "uint8"
+PRESET = ROOT / "configs" / "onnx_int8.json"
 TARGET = 1.0
 """Not slower than the runtime's own."""
-
-
-def with_7_bits() -> dict[str, Any]:
-    """The preset, with weights that no processor's sums of 16 bits can overflow with."""
-    content: dict[str, Any] = json.loads(CPU_INT8.read_text(encoding="utf-8"))
-    content["tensor_quantize_config"]["weights"]["bit_width"] = 7
-    return content
-
-
-BITS_7 = with_7_bits()
+THREADS: list[int] = []
+"""How many threads a session has, the last one counts."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +55,7 @@ class Case:
     """
 
     model: nn.Module
-    config: Path | Config | dict[str, Any]
+    config: Path | Config
     data: list[Tensor]
     x: Tensor
     profile: str = "exact"
@@ -73,41 +63,70 @@ class Case:
     @property
     def is_static(self) -> bool:
         """Whether ranges are found in calibration; else at run time."""
-        return self.config in (CPU_INT8, BITS_7)
+        return self.config == PRESET
 
 
 def main() -> None:
     """Measure and print."""
-    rounds = int(sys.argv[1]) if len(sys.argv) > 1 else 15
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("rounds", type=int, nargs="?", default=15)
+    parser.add_argument("networks", nargs="*")
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    options = parser.parse_args()
+    THREADS.append(options.threads)
     logging.disable(logging.WARNING)
     for name, make in CASES.items():
-        if sys.argv[2:] and name.partition(",")[0] not in sys.argv[2:]:
+        if options.networks and name.partition(",")[0] not in options.networks:
             continue
         with TemporaryDirectory() as folder:
-            measure(name, make(), Path(folder), rounds)
+            measure(name, make(), Path(folder), options.rounds)
 
 
-def photos(config: Path | dict[str, Any] = CPU_INT8, profile: str = "exact") -> Case:
-    """A trained network, on real photos."""
-    loaded = load_model(str(ROOT / "examples" / "efficientnet_lite.py"))
+def example(name: str) -> Case:
+    """A trained network on its own data."""
+    loaded = load_model(str(ROOT / "examples" / f"{name}.py"))
     assert loaded.calibration_data
     assert loaded.evaluation_data
     x = next(iter(loaded.evaluation_data()))[0]
     data = list(loaded.calibration_data())
-    return Case(loaded.module.eval(), config, data, x, profile)
+    return Case(loaded.module.eval(), PRESET, data, x)
 
 
-def noise(
-    model: nn.Module, config: Path | dict[str, Any] = CPU_INT8, profile: str = "exact"
-) -> Case:
+def noise(model: nn.Module, profile: str = "exact", size: int = 224) -> Case:
     """Any network for images, on noise."""
-    *data, x = images(60)
-    return Case(model, config, data, x, profile)
+    *data, x = images(60, size=size)
+    return Case(model, PRESET, data, x, profile)
+
+
+def small(model: nn.Module) -> Case:
+    """A network for 64x64 images, with activations as large as those of trained networks."""
+    return noise(normalized(model, images(20, size=64)[0]), size=64)
 
 
 def trained_like() -> nn.Module:
     """A network like MobileNetV3, with activations as large as those of trained networks."""
     return normalized(mobile(), images(20)[0])
+
+
+def mobilevit() -> nn.Module:
+    """MobileViT with random weights, for 64x64 images."""
+    transformers = importlib.import_module("transformers")
+    torch.manual_seed(0)
+    config = transformers.MobileViTConfig(image_size=64, num_labels=10)
+    model = transformers.MobileViTForImageClassification(config)
+    return Logits(model).eval()
+
+
+class Logits(nn.Module):
+    """A classifier of transformers that returns its logits alone."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[N, 3, H, W] to [N, classes]."""
+        return self.model(x).logits  # type: ignore[no-any-return]
 
 
 def text(config: Path | Config) -> Case:
@@ -126,17 +145,19 @@ def whole_inputs() -> Config:
 
 
 CASES: dict[str, Callable[[], Case]] = {
+    "digits": lambda: example("digits"),
     "resnet18": lambda: noise(resnet18()),
-    "resnet18, weights of 7 bits": lambda: noise(resnet18(), BITS_7),
-    "resnet18, the tuned profile": lambda: noise(resnet18(), profile="tuned"),
-    "efficientnet": photos,
-    "efficientnet, weights of 7 bits": lambda: photos(BITS_7),
-    "efficientnet, the tuned profile": lambda: photos(profile="tuned"),
+    "efficientnet": lambda: example("efficientnet_lite"),
     "mobile": lambda: noise(trained_like()),
-    "mobile, the fast profile": lambda: noise(trained_like(), profile="fast"),
     "mobile, the tuned profile": lambda: noise(trained_like(), profile="tuned"),
     "vit": lambda: noise(vit()),
     "vit, the tuned profile": lambda: noise(vit(), profile="tuned"),
+    "mobilevit": lambda: small(mobilevit()),
+    "pyramid": lambda: noise(pyramid(), size=64),
+    "silu": lambda: small(convolutions(nn.SiLU)),
+    "leaky": lambda: small(convolutions(lambda: nn.LeakyReLU(0.1))),
+    "prelu": lambda: small(convolutions(nn.PReLU)),
+    "convnext": lambda: small(convnext()),
     "llama, a range for each token": lambda: text(ROOT / "configs" / "dynamic_int8.json"),
     "llama, a range for each input": lambda: text(whole_inputs()),
 }
@@ -146,8 +167,8 @@ CASES: dict[str, Callable[[], Case]] = {
 def measure(name: str, case: Case, folder: Path, rounds: int) -> None:
     """Make the three files, and compare."""
     result = quantizer.calibrate(case.model, case.config, case.data)
-    settings: dict[str, Any] = {"onnx_profile": case.profile, "onnx_weights": WEIGHTS}
-    kernels = result.export("onnx", folder / "ours.onnx", [case.x], **settings).default_session
+    path = folder / "ours.onnx"
+    kernels = result.export("onnx", path, [case.x], onnx_profile=case.profile).default_session
     assert kernels is not None
     batch = torch.export.Dim("batch", min=1)
     with quiet():
@@ -216,8 +237,10 @@ def theirs(case: Case, folder: Path) -> None:
 
 
 def session(path: Path) -> onnxruntime.InferenceSession:
-    """Return a default session whose threads do not slow down the session after it."""
-    return timed_session(path.read_bytes(), onnxruntime.SessionOptions())
+    """Return a session whose threads do not slow down the session after it."""
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = THREADS[-1]
+    return timed_session(path.read_bytes(), options)
 
 
 def output(each: onnxruntime.InferenceSession, x: Tensor) -> Tensor:

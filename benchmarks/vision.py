@@ -1,8 +1,11 @@
-"""Two small networks with random weights: hard-swish and squeeze-excite, and attention over
-patches.
+"""Small networks with random weights: hard-swish and squeeze-excite, attention over patches,
+plain convolutions with any activation function, blocks with a LayerNorm, and a pyramid.
 """
 
 from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
@@ -133,3 +136,80 @@ def vit(seed: int = 0) -> nn.Module:
     """A small vision transformer, in eval mode."""
     torch.manual_seed(seed)
     return Vit().eval()
+
+
+def convolutions(activation: Callable[[], nn.Module], seed: int = 0) -> nn.Module:
+    """Six convolutions for 64x64 images, each with a batch norm and an activation function."""
+    torch.manual_seed(seed)
+    widths = (3, 32, 64, 64, 128, 128, 256)
+    layers: list[nn.Module] = []
+    for index, (inputs, outputs) in enumerate(itertools.pairwise(widths)):
+        conv = nn.Conv2d(inputs, outputs, 3, stride=1 + index % 2, padding=1, bias=False)
+        layers += [conv, nn.BatchNorm2d(outputs), activation()]
+    layers += [nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(256, 10)]
+    return nn.Sequential(*layers).eval()
+
+
+class Mixed(nn.Module):
+    """A block of ConvNeXt (arXiv 2201.03545)."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.depthwise = nn.Conv2d(width, width, 7, padding=3, groups=width)
+        self.norm = nn.LayerNorm(width)
+        self.mlp = nn.Sequential(
+            nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[N, width, H, W] to the same."""
+        rows = self.norm(self.depthwise(x).permute(0, 2, 3, 1))
+        return x + self.mlp(rows).permute(0, 3, 1, 2)  # type: ignore[no-any-return]
+
+
+def convnext(seed: int = 0) -> nn.Module:
+    """Patches of 4 of 64x64 images, and four blocks."""
+    torch.manual_seed(seed)
+    return nn.Sequential(
+        nn.Conv2d(3, 96, 4, 4),
+        *(Mixed(96) for _ in range(4)),
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+        nn.Linear(96, 10),
+    ).eval()
+
+
+class Pyramid(nn.Module):
+    """Features of three sizes, each added to the next finer ones (arXiv 1612.03144)."""
+
+    def __init__(self, width: int = 64) -> None:
+        super().__init__()
+        widths = (3, 32, 64, 128)
+        self.stages = nn.ModuleList(
+            nn.Sequential(
+                nn.Conv2d(inputs, outputs, 3, 2, 1),
+                nn.ReLU(),
+                nn.Conv2d(outputs, outputs, 3, 1, 1),
+                nn.ReLU(),
+            )
+            for inputs, outputs in itertools.pairwise(widths)
+        )
+        self.lateral = nn.ModuleList(nn.Conv2d(inputs, width, 1) for inputs in widths[1:])
+        self.smooth = nn.Conv2d(width, width, 3, 1, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[N, 3, H, W] to [N, width, H/2, W/2]."""
+        maps: list[Tensor] = []
+        for stage, lateral in zip(self.stages, self.lateral, strict=True):
+            x = stage(x)
+            maps.append(lateral(x))
+        top = maps.pop()
+        while maps:
+            top = maps.pop() + nn.functional.interpolate(top, scale_factor=2.0)
+        return self.smooth(top)  # type: ignore[no-any-return]
+
+
+def pyramid(seed: int = 0) -> nn.Module:
+    """The pyramid with random weights, in eval mode."""
+    torch.manual_seed(seed)
+    return Pyramid().eval()

@@ -20,6 +20,8 @@ DESTINATIONS: dict[str, Destination] = {}
 """By the values of `--to`."""
 for _plugin in plugins():
     DESTINATIONS.update(_plugin.destinations)
+SIZED = {name: row for name, row in DESTINATIONS.items() if row.wider}
+"""The destinations for which `--max_mb` can choose the widths."""
 
 
 def default_destination(model: Any) -> str:

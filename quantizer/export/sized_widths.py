@@ -13,7 +13,7 @@ from quantizer.config.model import QuantizationSpec
 from quantizer.errors import UsageError
 from quantizer.evaluation.analyze import WatchedData, analyze_weights, width_candidates
 from quantizer.evaluation.width_choice import LARGEST_SIZE, Budget, sized_config
-from quantizer.export.destinations import DESTINATIONS
+from quantizer.export.destinations import SIZED
 from quantizer.export.limits import is_symmetric
 from quantizer.graph.ir import Graph
 from quantizer.graph.passes import run_passes
@@ -25,8 +25,6 @@ from quantizer.sources.kinds import advice_without_data
 
 WIDTHS = (4, 8)
 """The widths that engines have kernels for."""
-SIZED = {name: row for name, row in DESTINATIONS.items() if row.wider}
-"""The destinations for which `--max_mb` can choose the widths."""
 _ENTRY_BYTES = 128
 """At most what the header of a .safetensors file has of one tensor, without the name."""
 _WORD_BITS = 32

@@ -137,6 +137,17 @@ def import_user_module(location: str, error: type[QuantizerError]) -> UserModule
     return UserModule(module, folder, location, error)
 
 
+def require_file(spec: str, error: type[QuantizerError]) -> None:
+    """Check that there is the file of `FILE.py` or `FILE.py:NAME`.
+
+    Raises:
+        error: there is none.
+    """
+    location, _ = split_spec(spec)
+    if location.endswith(".py") and not Path(location).is_file():
+        raise error(f"there is no file {location}", help=_FORMS)
+
+
 def split_spec(spec: str) -> tuple[str, str | None]:
     """Split `FILE.py:NAME` or `package.module:NAME` into location and name, which may be None.
 
@@ -271,8 +282,7 @@ def was_called(model: Any, cause: BaseException) -> bool:
 
 def _import_file(path: Path, error: type[QuantizerError]) -> UserModule:
     """Import a file of the user, once for each command."""
-    if not path.is_file():
-        raise error(f"there is no file {path}", help=_FORMS)
+    require_file(str(path), error)
     place = path.resolve()
     folder = place.parent
     imported = _IMPORTED.get()

@@ -38,7 +38,6 @@ NAMED = {
     "graph/emit.py": "how layers are written that have arguments of their own",
     "graph/passes/activations.py": "rewrites these operators",
     "graph/passes/compute_constants.py": "removes this operator",
-    "graph/passes/dpu.py": "rewrites these operators",
     "graph/passes/fold_batch_norm.py": "rewrites this operator",
     "graph/passes/linear_layers.py": "rewrites these operators",
     "commands/start/findings.py": "writes entries for types, and knows no graph; a test compares it with the table",

@@ -24,7 +24,13 @@ LIGHT = [
     ["explain", "QZ301"],
     ["explain", "gptq"],
     ["schema"],
+    ["run", "--help"],
 ]
+SLIPS = {
+    2: [["run"], ["run", "net.py", "--to", "trt"], ["run", "net.py", "--presett", "dpu"]],
+    3: [["run", "net.py"], ["run", "net.py:build", "--to", "onnx"]],
+}
+"""Commands that end before anything is done, by exit code. There is no net.py."""
 HEAVY = [
     ["--quant_mode", "calib", "--model", "my_model.py"],
     ["plan", "--model", "my_model.py"],
@@ -50,6 +56,19 @@ for words in json.loads(sys.argv[1]):
     assert not Missing.asked, (words, Missing.asked)
 """
     done = run(BLOCK + program, json.dumps(LIGHT))
+    assert done.returncode == 0, done.stderr
+
+
+def test_slips_do_not_wait_for_torch() -> None:
+    program = """
+import json
+from quantizer.cli.main import run_command
+for code, commands in json.loads(sys.argv[1]).items():
+    for words in commands:
+        assert run_command(words) == int(code), words
+        assert not Missing.asked, (words, Missing.asked)
+"""
+    done = run(BLOCK + program, json.dumps(SLIPS))
     assert done.returncode == 0, done.stderr
 
 

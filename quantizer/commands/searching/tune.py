@@ -25,11 +25,11 @@ from quantizer.cli.terminal import output, process
 from quantizer.cli.terminal.follow import one_display
 from quantizer.cli.terminal.screen import notes_on_stderr
 from quantizer.commands.searching.divided_data import divide_data
+from quantizer.commands.searching.run import minutes_option
 from quantizer.commands.searching.tuned_run import (
     TUNED_CONFIG,
     TunedRun,
     loses_most,
-    minutes_option,
     tune_config,
 )
 from quantizer.config.load import load_config

@@ -10,11 +10,10 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import takewhile
 from pathlib import Path
-from typing import Any
 
 from quantizer.cli import session
-from quantizer.cli.arguments.options import Options, option
-from quantizer.cli.arguments.places import from_start, minutes
+from quantizer.cli.arguments.options import Options
+from quantizer.cli.arguments.places import from_start
 from quantizer.cli.modes.calib_mode import run_calib
 from quantizer.cli.modes.gates import Gate
 from quantizer.cli.modes.test_mode import run_test
@@ -44,11 +43,6 @@ _AFTER = ("$schema", "//")
 """The keys that stay before the comments."""
 _MAX_REASON = 150
 """Characters of a reason; tune.json has all of it."""
-
-
-def minutes_option(text: str) -> Any:
-    """Return the field of `--minutes`, whose help is this text."""
-    return option(text, default=10.0, type=minutes, metavar="N", group="Algorithm")
 
 
 @dataclass(frozen=True)

@@ -45,13 +45,13 @@ for _plugin in plugins():
 # A device computes what all other passes have left
 GRAPH_PASSES |= {
     "dpu_average_pooling": GraphPass(
-        f"{_FOLDER}.dpu:dpu_average_pooling", device="DPU", changes="device"
+        f"{_FOLDER}.activations:dpu_average_pooling", device="DPU", changes="device"
     ),
     "dpu_leaky_relu": GraphPass(
-        f"{_FOLDER}.dpu:dpu_leaky_relu", device="DPU", changes="device"
+        f"{_FOLDER}.activations:dpu_leaky_relu", device="DPU", changes="device"
     ),
     "dpu_hard_activations": GraphPass(
-        f"{_FOLDER}.dpu:dpu_hard_activations", device="DPU", changes="device"
+        f"{_FOLDER}.activations:dpu_hard_activations", device="DPU", changes="device"
     ),
 }
 
