@@ -88,8 +88,9 @@ def example(name: str) -> Case:
     assert loaded.calibration_data
     assert loaded.evaluation_data
     x = next(iter(loaded.evaluation_data()))[0]
-    data = list(loaded.calibration_data())
-    return Case(loaded.module.eval(), PRESET, data, x)
+    batches = loaded.calibration_data()
+    data = [batch if torch.is_tensor(batch) else batch[0] for batch in batches]
+    return Case(loaded.module.eval(), PRESET, data, x[:10])
 
 
 def noise(model: nn.Module, profile: str = "exact", size: int = 224) -> Case:

@@ -96,3 +96,29 @@ def test_generated_code_is_the_network(tmp_path: Path) -> None:
         result.save(folder)
         network = imported(folder / "Net.py").eval()
         assert torch.equal(network(*data), result.network(*data))
+
+
+class Levels(nn.Module):
+    """Sums and products of values that were moved: a finer map of a pyramid, and a gated half."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.fine, self.coarse = nn.Conv2d(4, 16, 1), nn.Conv2d(4, 16, 1, 2)
+        self.last = nn.Conv2d(8, 4, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        up = nn.functional.interpolate(self.coarse(x), scale_factor=2.0)
+        values, gate = (self.fine(x) + up).chunk(2, 1)
+        return self.last(values * torch.sigmoid(gate))
+
+
+def test_sums_and_products_of_moved_values_are_in_integers(tmp_path: Path) -> None:
+    data = [torch.randn(4, 4, 8, 8) for _ in range(4)]
+    result = quantizer.calibrate(Levels().eval(), PRESET, data)
+    found = result.export("onnx", tmp_path / "net.onnx", data)
+    used = kernels(tmp_path / "net.onnx")
+    assert {"QLinearAdd", "QLinearMul"} <= used
+    assert not used & {"Add", "Mul"}
+    assert found.default_session is not None
+    assert found.default_session.first_differing is None

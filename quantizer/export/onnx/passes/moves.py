@@ -61,13 +61,17 @@ MOVE_OPERATORS = (*PASSED_OPERATORS, *_STOPPING)
 # It moves values if they all have one scale.
 _JOIN = "Concat"
 _CUTTING = ("Relu", "Clip")
+# Operators on two values of one shape for which ONNX Runtime has kernels of integers.
+_ELEMENTWISE = ("Add", "Mul")
 _SIGNED = (ir.DataType.INT8, ir.DataType.INT16)
 
 
 def requantize_moves(model: ir.Model, lowering: Lowering) -> None:
-    """Quantize moved values again before products."""
+    """Quantize moved values again before products, and before sums between codes."""
     dequantized_by: dict[ir.Value, ir.Node] = {}
-    for node in nodes_of(model.graph, *MULTIPLYING):
+    for node in nodes_of(model.graph, *MULTIPLYING, *_ELEMENTWISE):
+        if node.op_type in _ELEMENTWISE and not _is_between_codes(node):
+            continue
         for factor in node.inputs[:2]:
             if factor is not None:
                 dequantized_by |= _stopped_values(factor)
@@ -75,6 +79,19 @@ def requantize_moves(model: ir.Model, lowering: Lowering) -> None:
         for value in node.outputs:
             if value in dequantized_by:
                 requantize(value, dequantized_by[value])
+
+
+def _is_between_codes(node: ir.Node) -> bool:
+    """Return whether the inputs of a node are dequantized, perhaps before data movement, and
+    its output is quantized.
+    """
+    for value in node.inputs:
+        if value is None:
+            return False
+        *_, origin = origins(value)
+        if producer_of(origin, "DequantizeLinear") is None:
+            return False
+    return is_quantized(node.outputs[0])
 
 
 def _stopped_values(factor: ir.Value) -> dict[ir.Value, ir.Node]:
