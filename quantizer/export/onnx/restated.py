@@ -48,7 +48,8 @@ class WeightStorage:
 
     Attributes:
         unsigned: as uint8.
-        costly: as uint8, because int8 weights that no processor adds up wrong lose accuracy.
+        costly: as uint8, although the config asks for scales with which int8 is right. Such
+            scales would cost too much, or an algorithm has rounded the weights.
         signed: as int8, and no processor adds up their products wrong.
         unsafe: as int8, and processors without VNNI may add up their products wrong.
     """
@@ -83,7 +84,10 @@ class WeightStorage:
             "uint8, so that the file is right on every CPU. "
         )
         if self.costly == self.unsigned:
-            text += "int8 weights that are right, too, would cost over 1 dB there"
+            text += (
+                "With scales for int8 they would lose over 1 dB, or an algorithm has rounded "
+                "them"
+            )
         else:
             text += (
                 "<--onnx_weights int8> is up to twice as fast on CPUs with VNNI, and the range "
