@@ -28,6 +28,8 @@ ALL_CONSUMERS = pytest.mark.parametrize("name", CONSUMERS)
 EXPORTER = CONSUMERS["transformers"]
 CHEAP = ("llama-w4", "falcon-nvfp4", "granite_moe-w8", "opt-q8_0")
 """A file, one that is dequantized, and what two targets lack."""
+AT_RUN_TIME = ("w8a8_dynamic", "fp8")
+"""Schemes with ranges that are found at run time, which move values between two codes."""
 LEAST_DB = 20
 """Of an engine that rounds inputs or sums of its own."""
 
@@ -65,8 +67,7 @@ def test_a_file_that_is_written_is_loaded(name: str) -> None:
 
 def test_transformers_computes_what_test_mode_does_in_float32() -> None:
     for (family, scheme), row in stored_rows(EXPORTER).items():
-        # Ranges that are found at run time move values between two codes
-        is_exact = scheme not in ("w8a8_dynamic", "fp8") and SCHEMES[scheme].dtype == "float32"
+        is_exact = scheme not in AT_RUN_TIME and SCHEMES[scheme].dtype == "float32"
         least = EQUAL_DB if is_exact else LEAST_DB
         assert row.get("sqnr_db", least) >= least, (family, scheme)
 
@@ -78,7 +79,11 @@ def test_transformers_computes_what_test_mode_does_in_float32() -> None:
 def test_another_run_gives_the_row(case: str, tmp_path: Path) -> None:
     family, scheme = case.split("-")
     row = row_of(EXPORTER, written_case(family, scheme, tmp_path / "case"), tmp_path / "case")
-    assert without_figures(row) == without_figures(stored_rows(EXPORTER)[family, scheme])
+    found, stored = without_figures(row), without_figures(stored_rows(EXPORTER)[family, scheme])
+    if scheme in AT_RUN_TIME:
+        # Whether a value moves between two codes depends on the processor
+        found["equal"] = stored["equal"]
+    assert found == stored
 
 
 def without_figures(row: dict[str, Any]) -> dict[str, Any]:
