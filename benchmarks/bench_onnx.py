@@ -44,8 +44,6 @@ ROOT = Path(__file__).parents[1]
 PRESET = ROOT / "configs" / "onnx_int8.json"
 TARGET = 1.0
 """Not slower than the runtime's own."""
-THREADS: list[int] = []
-"""How many threads a session has, the last one counts."""
 
 
 @dataclass(frozen=True)
@@ -73,13 +71,12 @@ def main() -> None:
     parser.add_argument("networks", nargs="*")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     options = parser.parse_args()
-    THREADS.append(options.threads)
     logging.disable(logging.WARNING)
     for name, make in CASES.items():
         if options.networks and name.partition(",")[0] not in options.networks:
             continue
         with TemporaryDirectory() as folder:
-            measure(name, make(), Path(folder), options.rounds)
+            measure(name, make(), Path(folder), options.rounds, options.threads)
 
 
 def example(name: str) -> Case:
@@ -165,7 +162,7 @@ CASES: dict[str, Callable[[], Case]] = {
 
 
 @torch.no_grad()
-def measure(name: str, case: Case, folder: Path, rounds: int) -> None:
+def measure(name: str, case: Case, folder: Path, rounds: int, threads: int) -> None:
     """Make the three files, and compare."""
     result = quantizer.calibrate(case.model, case.config, case.data)
     path = folder / "ours.onnx"
@@ -179,7 +176,9 @@ def measure(name: str, case: Case, folder: Path, rounds: int) -> None:
     assert made is not None
     (folder / "float.onnx").write_bytes(made.model_proto.SerializeToString())
     theirs(case, folder)
-    sessions = {kind: session(folder / f"{kind}.onnx") for kind in ("float", "ours", "theirs")}
+    sessions = {
+        kind: session(folder / f"{kind}.onnx", threads) for kind in ("float", "ours", "theirs")
+    }
     want = case.model(case.x)
     closeness = {
         kind: f"{sqnr_db(want, output(sessions[kind], case.x)):.1f} dB from float"
@@ -237,10 +236,10 @@ def theirs(case: Case, folder: Path) -> None:
     quantize_static(ready, made, reader, quant_format=QuantFormat.QDQ, **types)
 
 
-def session(path: Path) -> onnxruntime.InferenceSession:
+def session(path: Path, threads: int = 1) -> onnxruntime.InferenceSession:
     """Return a session whose threads do not slow down the session after it."""
     options = onnxruntime.SessionOptions()
-    options.intra_op_num_threads = THREADS[-1]
+    options.intra_op_num_threads = threads
     return timed_session(path.read_bytes(), options)
 
 

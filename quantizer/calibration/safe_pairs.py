@@ -52,8 +52,8 @@ def keep_plain_scales(request: CalibrationRequest, state: CalibrationState) -> C
     """Return the state with the plain scales of weights that would lose too much, or whose
     inputs stay float. No processor adds up products of floats wrong.
 
-    The ranges of activations are those that were seen, whatever their method, so that other
-    methods lead to the same scales of weights.
+    An estimate reads the whole ranges of activations, with every range method. So a retuned
+    activation leads to the same scales of weights.
     """
     solution = state.solution
     where = layout(state.plan.graph)
@@ -67,16 +67,17 @@ def keep_plain_scales(request: CalibrationRequest, state: CalibrationState) -> C
         if qparams.scale.equal(tensor.scale):
             continue
         lost_db = _lost_db(state, where, layer, tensor.with_qparams(qparams))
-        if lost_db is None or lost_db > MOST_LOST_DB:
-            plain_qparams[layer] = qparams
-        if lost_db is not None and lost_db > MOST_LOST_DB:
+        if lost_db is not None and lost_db <= MOST_LOST_DB:
+            continue
+        plain_qparams[layer] = qparams
+        if lost_db is not None:
             lost[layer] = lost_db
     if lost:
         layers = [f"{layer} ({decibels:.1f} dB)" for layer, decibels in lost.items()]
         names = first_names(layers, 3)
         text = (
-            "weights keep scales with which some x86 processors add up int8 products wrong, so "
-            f"that an .onnx stores them as uint8, as safe scales would cost too much: {names}"
+            f"scales for pair_safe would cost over {MOST_LOST_DB:g} dB of a layer's output, so "
+            f"weights keep their plain ones, and an .onnx stores them as uint8: {names}"
         )
         request.events.message(logging.INFO, text)
     notes = dict(solution.notes)
@@ -111,22 +112,22 @@ def _lost_db(
     input_key = None if source is None else _key_of(state, where, source.name, layer)
     if input_key is None:
         return None
-    read = _values(state.calibration, input_key)
-    if read is None:
+    input_values = _values(state.calibration, input_key)
+    if input_values is None:
         return 0.0
     output_key = _key_of(state, where, layer)
-    made = None if output_key is None else _values(state.calibration, output_key)
+    output_values = None if output_key is None else _values(state.calibration, output_key)
     weight = loaded(state.plan.parameter((layer, "weights"))).detach()
     square = float(weight.double().square().sum())
-    others = read.rounding * square
-    if made is not None:
-        others += made.rounding * len(weight)
+    others = input_values.rounding * square
+    if output_values is not None:
+        others += output_values.rounding * len(weight)
     elif "" not in graph.consumers[layer]:
-        others += _LATER_ROUNDING * read.mean_square * square
-    power = read.mean_square
+        others += _LATER_ROUNDING * input_values.mean_square * square
+    power = input_values.mean_square
     if layer in state.plan.corrected:
         # What the mean of the input makes of errors is added to the bias
-        power -= read.mean**2
+        power -= input_values.mean**2
     safe = state.solution.tensors[layer, "weights"]
     errors = [power * _error(tensor, weight) + others for tensor in (safe, plain)]
     if min(errors) == 0:

@@ -10,12 +10,13 @@ import sys
 import time
 from dataclasses import replace
 
+import numpy as np
 import onnx
 import onnxruntime
 import pytest
 
 from quantizer.export.agreement import Verification
-from quantizer.export.onnx.speed import speeds_in_turns, timed_session
+from quantizer.export.onnx.speed import measured_speed, speeds_in_turns, timed_session
 from quantizer.export.onnx.verify import DEFAULT, OnnxFile, open_session
 from quantizer.export.performance import BUSY, Kernels, Speed, waited_seconds
 
@@ -104,23 +105,39 @@ def test_waits_of_a_process_that_has_ended_are_none() -> None:
     assert waited_seconds() >= 0.0
 
 
-def test_sessions_that_are_compared_do_not_wait_in_a_loop() -> None:
-    """Their threads would take the processor from the session that is measured next."""
+def identity() -> onnx.ModelProto:
+    """A model that returns its input, one float."""
     node = onnx.helper.make_node("Identity", ["x"], ["y"])
     x, y = (
         onnx.helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, [1]) for name in "xy"
     )
-    model = onnx.helper.make_model(
+    return onnx.helper.make_model(
         onnx.helper.make_graph([node], "identity", [x], [y]),
         opset_imports=[onnx.helper.make_opsetid("", 20)],
         ir_version=10,
     )
+
+
+def test_sessions_that_are_compared_do_not_wait_in_a_loop() -> None:
+    """Their threads would take the processor from the session that is measured next."""
+    model = identity()
     session = timed_session(model.SerializeToString(), onnxruntime.SessionOptions())
     options = session.get_session_options()
     assert options.get_session_config_entry("session.force_spinning_stop") == "1"
     file = OnnxFile("identity.onnx", model.SerializeToString(), model)
     verified = open_session(file, DEFAULT).get_session_options()
     assert verified.get_session_config_entry("session.force_spinning_stop") == "1"
+
+
+def test_other_programs_are_no_reason_to_give_no_speed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Processor time is measured: a thread that waits for a processor uses none."""
+    defaults = speeds_in_turns.__kwdefaults__
+    # As beside other programs, threads wait for most of the time that passes
+    monkeypatch.setitem(defaults, "waited", lambda: 2 * time.perf_counter())
+    model = identity().SerializeToString()
+    speed = measured_speed(model, model, {"x": np.zeros(1, np.float32)})
+    assert speed is not None
+    assert speed.waited == 0.0
 
 
 def test_a_network_without_multiplications_has_no_share_of_them() -> None:

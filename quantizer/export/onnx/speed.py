@@ -155,7 +155,11 @@ def mean_seconds(
     *,
     clock: Callable[[], float] = time.perf_counter,
 ) -> float:
-    """Return the seconds of one run, as the mean of several."""
+    """Return the seconds of one run, as the mean of several.
+
+    Args:
+        clock: returns seconds, of the time that passes or of a processor.
+    """
     start = clock()
     for _ in range(runs):
         session.run(None, feed)
