@@ -17,7 +17,10 @@ import torch
 from measure import peak_mb, ratios, report
 from workloads import images, resnet18
 
-from quantizer.algorithms.bias_correction.bias_correction import correct_layer_biases
+from quantizer.algorithms.bias_correction.bias_correction import (
+    correct_layer_biases,
+    output_steps,
+)
 from quantizer.calibration import observing
 from quantizer.calibration.solution import quantized_network
 from quantizer.config.diagnostics import Sourced
@@ -126,9 +129,8 @@ def corrected(original: Graph, settings: Settings, batches: list[Batch]) -> None
     observing.observe_batches(found, network, batches)
     solution = observing.observed_solution(found)
     if found.means:
-        correct_layer_biases(
-            SequentialRunner(quantized_network(planned.graph, solution), batches), found.means
-        )
+        runner = SequentialRunner(quantized_network(planned.graph, solution), batches)
+        correct_layer_biases(runner, found.means, output_steps(planned, solution))
 
 
 def quantized(planned: Plan, batches: list[Batch]) -> Network:

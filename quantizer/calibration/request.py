@@ -224,14 +224,18 @@ class CalibrationRequest:
         Raises:
             DataError: the batches are not those that calibration saw.
         """
+        different = DataError(
+            f"{self.batches.label} gives different batches when it is read again, and {step} "
+            "reads it more than once",
+            help=f"draw random crops and orders from a fixed seed, or {remedy}",
+        )
         seen = self.batches.fingerprint
-        yield from self.read(graph)
+        for batch in self.read(graph):
+            if not self.batches.repeats:
+                raise different
+            yield batch
         if seen is not None and self.batches.fingerprint != seen:
-            raise DataError(
-                f"{self.batches.label} gives different batches when it is read again, and "
-                f"{step} reads it more than once",
-                help=f"draw random crops and orders from a fixed seed, or {remedy}",
-            )
+            raise different
 
 
 Stage = Literal["plan", "decide", "adjust", "observe", "scale", "correct", "finish"]

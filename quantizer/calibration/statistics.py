@@ -162,43 +162,62 @@ class ChannelMean:
     >>> mean.observe(torch.tensor([[1.0, 10.0], [3.0, 30.0]]))
     >>> mean.mean().tolist()
     [2.0, 20.0]
+
+    Attributes:
+        sums: how many values a channel had after so many batches, and their sums, float64
+            [channels]. The numbers of batches are those that `next_kept` gives.
     """
 
     def __init__(self, ch_axis: int) -> None:
         self.ch_axis = ch_axis
+        self.sums: dict[int, tuple[int, Tensor]] = {}
         # Batches, values per channel, sums
         self._now = (0, 0, torch.zeros(1, dtype=torch.float64))
         self._before = self._now
 
     def observe(self, x: Tensor) -> None:
         """Take in one batch, with channels along `ch_axis`."""
-        batches, count, total = self._now
         others = [axis for axis in range(-x.ndim, 0) if axis != self.ch_axis]
         # Reading all in float64 would be ten times as slow
         dtype = torch.promote_types(x.dtype, torch.float32)
         sums = x.sum(others, dtype=dtype) if others else x
         sums = sums.double().cpu()
-        count += x.numel() // max(len(sums), 1)
-        self._before = self._now
-        self._now = (batches + 1, count, total + sums)
+        self._add(1, x.numel() // max(len(sums), 1), sums)
 
     def merge(self, other: ChannelMean) -> None:
         """Take in what another has seen. Merging single batches in order gives the same as
         observing them.
         """
-        batches, count, total = self._now
-        more_batches, more_count, more_total = other._now
-        self._now = (batches + more_batches, count + more_count, total + more_total)
+        self._add(*other._now)
+
+    def _add(self, batches: int, count: int, sums: Tensor) -> None:
         self._before = self._now
+        batches += self._before[0]
+        count += self._before[1]
+        sums = self._before[2] + sums
+        self._now = (batches, count, sums)
+        if batches > self._before[0] and batches == next_kept(batches - 1):
+            self.sums[batches] = (count, sums)
 
     @property
     def batches(self) -> int:
         """Return how many it has taken in."""
         return self._now[0]
 
+    @property
+    def count(self) -> int:
+        """Return how many values a channel had."""
+        return self._now[1]
+
     def mean(self) -> Tensor:
         """Return the mean, float64 [channels]; NaN if no value was observed."""
+        return self.mean_after(self.batches)
+
+    def mean_after(self, batches: int) -> Tensor:
+        """Return the mean of the first `batches`, which are all or have their sums kept."""
         _, count, total = self._now
+        if batches != self.batches:
+            count, total = self.sums[batches]
         return total / count if count else total / 0
 
     def forget_after(self, batches: int) -> None:
@@ -206,12 +225,23 @@ class ChannelMean:
         interrupted.
         """
         if self.batches > batches:
+            self.sums.pop(self.batches, None)
             self._now = self._before
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Return the state: "batches" and "count", int64; "sum", float64 [channels]."""
+        """Return the state: "batches" and "count", int64; "sum", float64 [channels]; and those
+        of `sums`, "after", int64 [n, 2], and "sums", float64 [n, channels].
+        """
         batches, count, total = self._now
-        return {"batches": torch.tensor(batches), "count": torch.tensor(count), "sum": total}
+        after = [(number, values) for number, (values, _) in self.sums.items()]
+        sums = [total for _, total in self.sums.values()]
+        return {
+            "batches": torch.tensor(batches),
+            "count": torch.tensor(count),
+            "sum": total,
+            "after": torch.tensor(after, dtype=torch.int64).reshape(-1, 2),
+            "sums": torch.stack(sums) if sums else total.new_zeros(0, len(total)),
+        }
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Replace what was seen by a state of `state_dict`.
@@ -229,3 +259,17 @@ class ChannelMean:
             )
         self._now = (batches, count, total)
         self._before = self._now
+        self.sums = {}
+        for (number, values), sums in zip(state["after"].tolist(), state["sums"], strict=True):
+            self.sums[number] = (values, sums)
+
+
+def next_kept(batches: int) -> int:
+    """Return after which number of batches, above `batches`, sums are kept next: after each of
+    the first eight, and four times in each doubling from there.
+
+    >>> next_kept(0), next_kept(7), next_kept(8), next_kept(16)
+    (1, 8, 10, 20)
+    """
+    spacing = 1 << max(batches.bit_length() - 3, 0)
+    return (batches // spacing + 1) * spacing

@@ -11,6 +11,7 @@ import copy
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
+from itertools import islice
 from typing import Any, NamedTuple
 
 import torch
@@ -69,6 +70,11 @@ class SequentialRunner:
         ranks: who share the batches.
         together: whether consecutive batches of few token ids run as one, because a call costs
             more than a few tokens. Their values come as one, too.
+        first: how many batches are read at once; None for all. `read_more` reads others.
+
+    Attributes:
+        batches: how many were read, of all ranks together.
+        samples: how many these batches hold.
 
     Raises:
         DataError: there is no batch, or one does not fit the network; it is named by its
@@ -83,28 +89,31 @@ class SequentialRunner:
         ranks: Ranks = ALONE,
         *,
         together: bool = False,
+        first: int | None = None,
     ) -> None:
         self.network = network
         self.ranks = ranks
+        self.batches = 0
+        self.samples = 0
         self._store = store or ActivationStore()
-        numbered = self._inputs(batches)
+        self._unread = iter(batches)
+        numbered = self._inputs(first)
         runs: Iterable[list[_NumberedInputs]] = ([row] for row in numbered)
         if together and _reads_ids(network):
             most = _JOINED_IDS_OF_A_DEVICE
             if network.graph.device == CPU:
                 most = _JOINED_IDS
             runs = _joinable(numbered, most)
-        self._runs: list[_Run] = []
-        for parts in runs:
-            inputs = [self._store.keep(value) for value in _joined(parts)]
-            if len(parts) == 1:
-                parts = [(parts[0][0], [])]
-            self._runs.append(_Run(parts, Execution(network, inputs)))
+        self._runs = [self._start(parts) for parts in runs]
+        if not self.batches:
+            raise no_batches()
 
-    def _inputs(self, batches: Iterable[Batch]) -> Iterator[_NumberedInputs]:
-        """Yield what this rank's batches give the network."""
-        number = -1
-        for number, batch in enumerate(batches):
+    def _inputs(self, count: int | None) -> Iterator[_NumberedInputs]:
+        """Yield what this rank's share of the next `count` batches gives the network."""
+        for batch in islice(self._unread, count):
+            number = self.batches
+            self.batches += 1
+            self.samples += batch.size
             if self.ranks.owns(number):
                 # All inputs are stored, and a loader may refill those of the last batch
                 stable = batch.stable()
@@ -112,8 +121,28 @@ class SequentialRunner:
                     inputs = self.network.inputs(stable.args, stable.kwargs)
                 shown_number = number if batch.number is None else batch.number
                 yield shown_number, inputs
-        if number < 0:
-            raise no_batches()
+
+    def _start(self, parts: list[_NumberedInputs]) -> _Run:
+        """Return the run of batches that run as one, before its first node."""
+        inputs = [self._store.keep(value) for value in _joined(parts)]
+        if len(parts) == 1:
+            parts = [(parts[0][0], [])]
+        return _Run(parts, Execution(self.network, inputs))
+
+    def read_more(self, count: int, upto: Node) -> bool:
+        """Read up to `count` more batches, and run them up to the node before `upto`, with the
+        present layers. Return whether there was one, on any rank.
+
+        Raises:
+            DataError: a batch cannot run; it is named by its number.
+        """
+        before = self.batches
+        stop = self.network.graph.index[upto.name]
+        for numbered in self._inputs(count):
+            run = self._start([numbered])
+            self._advance(run, stop, NO_WATCHERS)
+            self._runs.append(run)
+        return self.batches > before
 
     def value(self, name: str) -> list[Any]:
         """Return a node's value for each batch, while a later node reads it."""
@@ -141,33 +170,39 @@ class SequentialRunner:
         stop = len(index) if upto is None else index[upto] + 1
         with self._held_weights(stop):
             for run in self._runs:
-                execution = run.execution
-                before = dict(execution.values)
-                position = execution.position
-                with self._naming(run, stop, watch), torch.no_grad():
-                    for name in watch:
-                        if index[name] < position:
-                            watch[name](execution.values[name])
-                    execution.advance(stop, watch)
-                self._free(before, execution)
-                for name, value in execution.values.items():
-                    if before.get(name) is not value:
-                        execution.values[name] = self._store.keep(value)
-                trim_heap(TRIM_AFTER_GROWTH)
+                self._advance(run, stop, watch)
+
+    def _advance(self, run: _Run, stop: int, watch: Watchers) -> None:
+        """Run a batch up to the node before number `stop`, and store its values."""
+        index = self.network.graph.index
+        execution = run.execution
+        before = dict(execution.values)
+        position = execution.position
+        with self._naming(run, stop, watch), torch.no_grad():
+            for name in watch:
+                if index[name] < position:
+                    watch[name](execution.values[name])
+            execution.advance(stop, watch)
+        self._free(before, execution)
+        for name, value in execution.values.items():
+            if before.get(name) is not value:
+                execution.values[name] = self._store.keep(value)
+        trim_heap(TRIM_AFTER_GROWTH)
 
     def calls(self, node: Node) -> list[dict[str, Any]]:
         """Return the arguments of the next node's layer, batch by batch."""
         return [layer_arguments(node, run.execution.values) for run in self._runs]
 
-    def compute(self, node: Node) -> Iterator[Any]:
-        """Yield the next node's value of each batch, computed with the present layer.
+    def compute(self, node: Node, start: int = 0) -> Iterator[Any]:
+        """Yield the next node's value of each batch from number `start` of this rank's on,
+        computed with the present layer.
 
         Raises:
             DataError: its layer cannot run on a batch; both are named.
         """
         stop = self.network.graph.index[node.name] + 1
         with self._held_weights(stop):
-            for run in self._runs:
+            for run in self._runs[start:]:
                 with self._naming(run, stop):
                     value = self.network.run_node(node, run.execution.values)
                 yield value

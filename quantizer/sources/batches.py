@@ -171,11 +171,15 @@ class Fingerprint:
 
     Runs with different fingerprints have used different data. Runs with equal fingerprints have
     almost certainly used the same data: the digest is not a cryptographic hash.
+
+    Attributes:
+        digests: of the batches up to each one.
     """
 
     def __init__(self) -> None:
         self.samples = 0
         self.batches = 0
+        self.digests: list[str] = []
         self._inputs: dict[str, set[str]] = {}
         self._hash = hashlib.blake2b(digest_size=16)
 
@@ -189,6 +193,7 @@ class Fingerprint:
             rows = tensor.shape[0] if tensor.dim() else 1
             text = f"{name}:{kind}:{rows}:{_digest(tensor)}"
             self._hash.update(text.encode())
+        self.digests.append(self.digest)
 
     def with_batch(self, batch: Batch) -> Fingerprint:
         """Return the fingerprint of these batches and one more."""

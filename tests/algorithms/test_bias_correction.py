@@ -23,6 +23,8 @@ from support.extended import extended
 from support.toys import built, traced
 from torch import Tensor, nn
 
+import quantizer
+from quantizer.algorithms.bias_correction.bias_correction import output_steps
 from quantizer.calibration.solution import quantized_network
 from quantizer.calibration.statistics import ChannelMean
 from quantizer.errors import DataError
@@ -278,7 +280,85 @@ def test_values_in_files_give_the_same_corrections_bit_for_bit(
 def test_a_correction_that_is_not_finite_names_its_layer(tmp_path: Path) -> None:
     found = of_toy(tmp_path, "residual", weights(4))
     name = list(found.calibration.means)[1]
-    found.calibration.means[name].observe(torch.full((1, 4, 1, 1), float("inf")))
+    found.calibration.means[name] = ChannelMean(ch_axis=-3)
+    for value in (1.0, float("inf")):
+        found.calibration.means[name].observe(torch.full((1, 4, 1, 1), value))
     with pytest.raises(DataError, match="is not finite") as refused:
         found.after  # noqa: B018 - computed when asked for
     assert name in refused.value.message
+
+
+def of_many_samples(
+    folder: Path, model: nn.Module, batches: list[Tensor], bit_width: int = 8
+) -> tuple[Corrected, int]:
+    """A network calibrated on these batches, and how many samples corrected its biases."""
+    content = document(tensor={"weights": {"bit_width": bit_width}}, include_bias_corr=True)
+    torch.manual_seed(0)
+    data = [Batch((batch,), {}, None, None) for batch in batches]
+    found = corrected(trace(model.eval(), (batches[0],)), config(folder, content), data)
+    assert found.after.corrections
+    return found, found.runner.samples
+
+
+def convolutions() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 4, 3))
+
+
+def noise(count: int, size: int, *shape: int) -> list[Tensor]:
+    draw = torch.Generator().manual_seed(1)
+    return [torch.randn(size, *shape, generator=draw) for _ in range(count)]
+
+
+def test_it_reads_samples_until_the_corrections_are_sure(tmp_path: Path) -> None:
+    batches = noise(30, 10, 3, 8, 8)
+    found, samples = of_many_samples(tmp_path, convolutions(), batches)
+    assert samples == 40
+    # Those of all samples differ by less than a few of the standard errors that were asked for
+    in_all = replace(found, sure=False).after.corrections
+    steps = output_steps(found.calibration.plan, found.before)
+    for name, correction in found.after.corrections.items():
+        distance = (correction - in_all[name]).abs().max()
+        assert 0 < distance < 2 * 0.25 * steps[name]
+
+
+def test_batches_that_are_far_apart_are_all_read(tmp_path: Path) -> None:
+    batches = noise(30, 10, 3, 8, 8)
+    for number, batch in enumerate(batches):
+        batch.mul_(10 if number % 7 == 3 else 0.1)
+    _, samples = of_many_samples(tmp_path, convolutions(), batches, bit_width=3)
+    assert samples == 300
+
+
+def test_float_outputs_are_corrected_on_all_samples(tmp_path: Path) -> None:
+    batches = noise(30, 10, 3, 8, 8)
+    data = [Batch((batch,), {}, None, None) for batch in batches]
+    model = convolutions().eval()
+    found = corrected(trace(model, (batches[0],)), config(tmp_path, weights(8)), data)
+    assert found.mean_shift(found.before) >= 1e4 * found.mean_shift(found.after)
+
+
+def test_a_layer_with_one_value_a_sample_asks_for_forty(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 4))
+    for size, samples in ((1, 40), (6, 42), (25, 100)):
+        _, read = of_many_samples(tmp_path, model, noise(100, size, 16), bit_width=3)
+        assert read == samples
+
+
+def test_few_samples_are_all_read(tmp_path: Path) -> None:
+    _, samples = of_many_samples(tmp_path, convolutions(), noise(3, 13, 3, 8, 8))
+    assert samples == 39
+
+
+def test_data_that_change_are_refused_before_their_end(tmp_path: Path) -> None:
+    """The corrections would compare different samples."""
+    batches = noise(30, 10, 3, 8, 8)
+    passes = iter((batches, batches, batches[:1] + batches[2:], batches))
+
+    class Shuffled:
+        def __iter__(self) -> Iterator[Tensor]:
+            return iter(next(passes))
+
+    with pytest.raises(DataError, match="gives different batches when it is read again"):
+        quantizer.calibrate(convolutions(), document(include_bias_corr=True), Shuffled())

@@ -7,6 +7,7 @@ from __future__ import annotations
 import filecmp
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -250,6 +251,37 @@ def test_any_number_of_ranks_writes_the_same_bytes(kind: str, net: str, tmp_path
         assert {(rank.out, rank.err) for rank in found[1:]} == {("", "")}
         assert json.loads((tmp_path / str(count) / "run.json").read_text())["ranks"] == count
     assert json.loads((tmp_path / "one" / "run.json").read_text())["ranks"] == 1
+
+
+MANY = """
+import torch
+from torch import nn
+
+def model():
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 3), nn.ReLU(), nn.Flatten(), nn.Linear(32, 4)
+    )
+
+def calibration_data():
+    g = torch.Generator().manual_seed(1)
+    return [torch.randn(5, 3, 6, 6, generator=g) for _ in range(40)]
+"""
+"""A network with 200 samples. With weights of 4 bits, it needs more than the first 40."""
+
+
+def test_any_number_of_ranks_corrects_biases_on_the_same_samples(tmp_path: Path) -> None:
+    (tmp_path / "many.py").write_text(MANY)
+    config = tmp_path / "config.json"
+    content = document(tensor={"weights": {"bit_width": 4}}, include_bias_corr=True)
+    config.write_text(json.dumps(content))
+    for count in (1, 2, 3):
+        command = calib(str(tmp_path / "many.py"), str(config), tmp_path / str(count))
+        found = run_ranks(count, command, tmp_path / "ranks")
+        assert [rank.code for rank in found] == [0] * count, found[0].err
+        assert differing(tmp_path / "1", tmp_path / str(count)) == set()
+        (samples,) = re.findall(r"biases of 3 layers .* after (\d+) samples", found[0].err)
+        assert 40 < int(samples) < 200
 
 
 def test_more_ranks_than_batches(net: str, tmp_path: Path) -> None:

@@ -16,7 +16,10 @@ from safetensors.torch import load_file
 from support.hierarchies import Fields, hierarchy
 from support.toys import built, traced
 
-from quantizer.algorithms.bias_correction.bias_correction import correct_layer_biases
+from quantizer.algorithms.bias_correction.bias_correction import (
+    correct_layer_biases,
+    output_steps,
+)
 from quantizer.algorithms.finetuning.network import finetune_network
 from quantizer.calibration import fingerprint, observing
 from quantizer.calibration.observing import Calibration
@@ -260,7 +263,9 @@ def test_biases_are_corrected_whatever_the_weights_are(weights: dict[str, Any]) 
     calibration = calibrated(plan)
     found = observing.observed_solution(calibration)
     network = quantized_network(plan.graph, found)
-    corrections = correct_layer_biases(SequentialRunner(network, [batch()]), calibration.means)
+    runner = SequentialRunner(network, [batch()])
+    steps = output_steps(plan, found)
+    corrections = correct_layer_biases(runner, calibration.means, steps)
     assert corrections.keys() == set(plan.corrected) and FC in corrections
     with torch.no_grad():
         call = batch()

@@ -8,7 +8,10 @@ from functools import cached_property
 
 import torch
 
-from quantizer.algorithms.bias_correction.bias_correction import correct_layer_biases
+from quantizer.algorithms.bias_correction.bias_correction import (
+    correct_layer_biases,
+    output_steps,
+)
 from quantizer.calibration import observing
 from quantizer.calibration.observing import Calibration
 from quantizer.calibration.solution import Solution, quantized_network
@@ -30,20 +33,28 @@ class Corrected:
     before: Solution
     batches: Sequence[Batch]
     budget: int | None = None
+    sure: bool = True
 
     @property
     def graph(self) -> Graph:
         return self.calibration.plan.graph
 
     @cached_property
-    def after(self) -> Solution:
-        runner = SequentialRunner(
+    def runner(self) -> SequentialRunner:
+        """What runs the batches; all of them if it need not be sure."""
+        return SequentialRunner(
             quantized_network(self.graph, self.before),
             self.batches,
             ActivationStore(self.budget),
+            first=4 if self.sure else None,
         )
+
+    @cached_property
+    def after(self) -> Solution:
+        steps = output_steps(self.calibration.plan, self.before)
         as_codes = self.calibration.plan.settings.target_device == "DPU"
-        found = correct_layer_biases(runner, self.calibration.means, as_codes=as_codes)
+        means = self.calibration.means
+        found = correct_layer_biases(self.runner, means, steps, as_codes=as_codes)
         return replace(self.before, corrections=found)
 
     def shifts(self, solution: Solution) -> dict[str, torch.Tensor]:
