@@ -128,7 +128,7 @@ def quantize(
     max_mb: float | None = None,
     overwrite: bool = False,
     events: Events | None = None,
-    onnx_profile: Literal["exact", "fast", "tuned", "tensorrt", "npu"] = ...,
+    onnx_profile: Literal["exact", "fast", "tuned", "mixed", "tensorrt", "npu"] = ...,
     onnx_weights: Literal["auto", "uint8", "int8"] = ...,
     deploy_file: str | os.PathLike[str] = ...,
     input_names: str = ...,
@@ -143,7 +143,7 @@ def quantize(
     """Quantize a model in one call, as `quantizer run` does: calibrate, test and write it.
 
     Args:
-        model: as in `calibrate`.
+        model, seed, dynamic, events: as in `calibrate`.
         data: as in `calibrate`; None for a model of transformers if `to` needs no data.
         to: "onnx", "openvino", "qnn", "pt2", "executorch", "litert", "tensorrt", "npu", "w8",
             "w4", "w8a8", "fp8" or "gguf". None: "w4" if the model generates text, else "onnx".
@@ -152,17 +152,17 @@ def quantize(
         evaluation_data: the data to test and verify with. If it is None, the last quarter of
             `data` is held back for that, if there are at least 16 samples.
         evaluate, lower_is_better: as in `Result.test`.
-        seed, dynamic, events: as in `calibrate`.
         max_mb: with `to="w4"`, 4 or 8 bits for each weight, so that all weights take at most
             so many 10^6 bytes in the checkpoint.
         overwrite: whether other results, changed files and the config there are replaced.
         onnx_profile: An .onnx rounds as the config says, or as ONNX Runtime's fastest
-            kernels do. tuned leaves in float what integers make slower on this machine.
-            tensorrt and npu are for these engines.
+            kernels do. tuned and mixed leave in float what integers make slower on this
+            machine; mixed keeps integers elsewhere. tensorrt and npu are for these
+            engines.
         onnx_weights: 8-bit weights in an .onnx: auto is right on every CPU, int8 on
             those with VNNI, where it is faster.
-        deploy_file: A deploy.json of --onnx_profile tuned, whose choice is repeated.
-            [default: the one in the folder of the file, if there is one]
+        deploy_file: A deploy.json of --onnx_profile tuned or mixed, whose choice is
+            repeated.  [default: the one in the folder of the file, if there is one]
         input_names: Names of the inputs of an .onnx, separated by commas.  [default:
             the parameters of forward()]
         output_names: Names of the outputs of an .onnx, separated by commas.  [default:

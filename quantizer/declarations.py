@@ -132,6 +132,7 @@ class Destination:
         transformers_target: the same for a model of transformers; None if it is `target` too.
         gain: the advice after a run without data; empty if data would change nothing.
         choices: values of the target's options, by name.
+        if_slower: those with which the file is made again if it is slower than in float.
         wider: the destination with more bits, if `--max_mb` can choose the widths of weights;
             otherwise empty.
         stands_for: "network" or "language model" if it is where these go by default.
@@ -144,6 +145,7 @@ class Destination:
     transformers_target: str | None = None
     gain: str = ""
     choices: Mapping[str, str] = field(default_factory=dict)
+    if_slower: Mapping[str, str] = field(default_factory=dict)
     wider: str = ""
     stands_for: str = ""
 
@@ -164,6 +166,14 @@ class Destination:
             )
             return self.target
         return self.transformers_target
+
+    def choices_if_slower(self, given: Mapping[str, Any]) -> Mapping[str, str]:
+        """Return `if_slower`, or nothing if one of its options is among those that the user has
+        given.
+        """
+        if any(given.get(name) is not None for name in self.if_slower):
+            return {}
+        return self.if_slower
 
     def improvement(self, *, has_data: bool) -> str:
         """Return what would lose less than this run; empty if that is not known."""

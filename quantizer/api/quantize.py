@@ -39,6 +39,7 @@ from quantizer.export.destinations import (
     preset_for,
 )
 from quantizer.export.exporting import export_summary
+from quantizer.export.layer_choice import DEPLOY_FILE, asks_for_floats
 from quantizer.export.refusals import (
     layers_to_leave,
     planned_refusals,
@@ -90,7 +91,7 @@ def quantize(
     """Quantize a model in one call, as `quantizer run` does: calibrate, test and write it.
 
     Args:
-        model: as in `calibrate`.
+        model, seed, dynamic, events: as in `calibrate`.
         data: as in `calibrate`; None for a model of transformers if `to` needs no data.
         to: "onnx", "openvino", "qnn", "pt2", "executorch", "litert", "tensorrt", "npu", "w8",
             "w4", "w8a8", "fp8" or "gguf". None: "w4" if the model generates text, else "onnx".
@@ -99,7 +100,6 @@ def quantize(
         evaluation_data: the data to test and verify with. If it is None, the last quarter of
             `data` is held back for that, if there are at least 16 samples.
         evaluate, lower_is_better: as in `Result.test`.
-        seed, dynamic, events: as in `calibrate`.
         max_mb: with `to="w4"`, 4 or 8 bits for each weight, so that all weights take at most
             so many 10^6 bytes in the checkpoint.
         overwrite: whether other results, changed files and the config there are replaced.
@@ -137,7 +137,8 @@ def quantize(
             result = calibrate_batches(model, config, batches, settings, graph=graph)
         result.save(place, overwrite=overwrite)
         measure = partial(Result.test, evaluate=evaluate, lower_is_better=lower_is_better)
-        quantized = _with_file(result, evaluation_data, place, target, choices, measure)
+        write = partial(_with_file, result, evaluation_data, place, target, measure)
+        quantized = write(choices, DESTINATIONS[name].choices_if_slower(options))
     improvement = DESTINATIONS[name].improvement(has_data=has_data)
     return _with_verdict(quantized, target, typed, improvement=improvement, config=config)
 
@@ -147,8 +148,9 @@ def _with_file(
     data: Any,
     folder: Path,
     target: str,
-    choices: Mapping[str, str],
     measure: Callable[[Result, Any], Comparison],
+    choices: Mapping[str, str],
+    if_slower: Mapping[str, str],
 ) -> Quantized:
     """Write the file of a result, test and verify it. The verdict is empty.
 
@@ -157,15 +159,22 @@ def _with_file(
         data: to test and verify with.
         folder: of the run.
         target: of the file.
-        choices: values of the target's options, by name.
         measure: tests a result on data.
+        choices: values of the target's options, by name.
+        if_slower: those with which the file is made again if it is slower than in float.
     """
     path = folder / FOLDER / f"{result.plan.plan.graph.model}{EXPORTERS[target].suffix}"
     path.parent.mkdir(exist_ok=True)
-    # The option onnx_profile="tuned" leaves layers in float where that is faster
+    if if_slower and path.with_name(DEPLOY_FILE).exists():
+        # It has the choice of an earlier call
+        choices = {**choices, **if_slower}
+    # Some profiles leave layers in float where that is faster
     in_file = result_for_file(result, data, target=target, file=path, choices=choices)
     comparison = measure(in_file, data)
     verification = verified_file(in_file, data, target=target, path=path, options=choices)
+    if if_slower and asks_for_floats([verification]):
+        slower = {**choices, **if_slower}
+        return _with_file(result, data, folder, target, measure, slower, {})
     Checkpoints(folder).remove()
     return Quantized(path, folder, result, comparison, verification, ())
 

@@ -1,6 +1,6 @@
 """Holds which layers of a file stay in float, as deploy.json has it, to repeat the choice."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,6 +10,7 @@ from quantizer.calibration.solution import Solution
 from quantizer.config.json_types import JsonMapping
 from quantizer.config.wording import counted, first_names
 from quantizer.errors import ResultError, UsageError
+from quantizer.export.agreement import Verification
 from quantizer.graph.ir import Graph
 from quantizer.option_words import Sentence
 from quantizer.plan.model import Key
@@ -66,9 +67,22 @@ class LayerChoice:
             f"{counted(measured['threads'], 'thread')} of {measured['processor']}; "
             f"{DEPLOY_FILE} has the times"
         )
+        if self.content.get("float_is_faster") is True:
+            line += ". In float, it would be faster: <--onnx_profile tuned>"
         if measured.get("vnni") is True and self.content["weights"] != "int8":
             line += ". This processor has VNNI: <--onnx_weights int8> may be faster"
         return Sentence(line)
+
+
+def asks_for_floats(verifications: Iterable[Verification]) -> bool:
+    """Return whether one of the files is slower than float, so that some of its layers may be
+    faster in float.
+    """
+    for verification in verifications:
+        session = verification.default_session
+        if session is not None and session.speed is not None and session.speed.asks_for_floats:
+            return True
+    return False
 
 
 def network_digest(graph: Graph, solution: Solution) -> str:

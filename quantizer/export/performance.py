@@ -192,6 +192,8 @@ MAX_SPEEDUP = 20.0
 MAX_WAITED = 0.25
 # Below this share of float's speed, the text says how many times slower the file is.
 MUCH_SLOWER = 0.1
+# A call of fewer seconds is mostly what each call costs.
+_LONG_CALL = 1e-4
 BUSY = "no speed is given: the machine is too busy to measure it"
 
 
@@ -209,6 +211,7 @@ class Speed:
             such setting on this processor.
         remedy: the setting that keeps a file from being slower than float; empty if there is
             none, or the file is not slower.
+        float_seconds: of a run of the float network, as the median; 0 if they are not known.
     """
 
     ratio: float
@@ -218,6 +221,7 @@ class Speed:
     waited: float = 0.0
     faster: tuple[str, Speed] | None = None
     remedy: str = ""
+    float_seconds: float = 0.0
 
     @classmethod
     def of(
@@ -230,15 +234,23 @@ class Speed:
             floats: seconds of the float network, in the same rounds.
             waited: the share of the time in which threads waited for processors.
 
-        >>> Speed.of([1.0, 1.0, 1.0], [1.5, 2.0, 2.5])
-        Speed(ratio=2.0, low=1.75, high=2.25, rounds=3, waited=0.0, faster=None, remedy='')
+        >>> speed = Speed.of([1.0, 1.0, 1.0], [1.5, 2.0, 2.5])
+        >>> speed.ratio, speed.low, speed.high, speed.rounds, speed.float_seconds
+        (2.0, 1.75, 2.25, 3, 2.0)
         """
         times = zip(ours, floats, strict=True)
         ratios = [theirs / our for our, theirs in times if our > 0 and theirs > 0]
         if len(ratios) < MIN_ROUNDS:
             return None
         low, _, high = quantiles(ratios, n=4, method="inclusive")
-        return cls(median(ratios), low, high, len(ratios), waited)
+        return cls(median(ratios), low, high, len(ratios), waited, float_seconds=median(floats))
+
+    @property
+    def asks_for_floats(self) -> bool:
+        """Return whether the file is slower than float, in calls that take longer than what
+        each call costs in any file.
+        """
+        return bool(self.remedy) and self.float_seconds >= _LONG_CALL
 
     @property
     def is_clear(self) -> bool:

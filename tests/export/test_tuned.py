@@ -77,7 +77,11 @@ class FakeMeter:
         "vnni": True,
     }
     tuned_ratio = 1.5
+    float_ratio = 1.0
     spread = 1.0
+
+    def __init__(self, threads: int | None = None) -> None:
+        pass
 
     def profile(self, model: bytes, feed: Feed) -> Profile:
         real = RuntimeMeter().profile(model, feed)
@@ -96,7 +100,7 @@ class FakeMeter:
         layers = quantized(model)
         ratio = self.tuned_ratio
         if not layers:
-            ratio = 1.0
+            ratio = self.float_ratio
         elif "Net::input_0" in layers:
             ratio = 0.8
         return Speed(ratio, ratio / self.spread, ratio * self.spread, 9)
@@ -111,7 +115,7 @@ def quantized(model: onnx.ModelProto) -> set[str]:
     return names
 
 
-def no_meter() -> RuntimeMeter:
+def no_meter(threads: int | None = None) -> RuntimeMeter:
     raise AssertionError("nothing may be measured")
 
 
@@ -306,16 +310,8 @@ def test_figures_of_a_run_are_those_of_the_file(
     assert made.comparison.metrics["sqnr_db"] > result.test().metrics["sqnr_db"] + 0.1
     tested = {row["layer"] for row in made.comparison.layers if row["tensor"] == "input"}
     assert "Net::input_0" not in tested
-    source = (
-        "import sys, torch\n"
-        f"sys.path.insert(0, {str(ROOT / 'tests' / 'export')!r})\n"
-        "from test_tuned import calibrated, images, Net\n"
-        "def model():\n    torch.manual_seed(0)\n    return Net()\n"
-        "def calibration_data():\n    return [images()]\n"
-    )
+    run_source(tmp_path)
     monkeypatch.chdir(tmp_path)
-    Path("net.py").write_text(source)
-    Path("config.json").write_text(json.dumps(CONFIG))
     common = ["--model", "net.py", "--config_file", "config.json", "-q"]
     assert run_command(["--quant_mode", "calib", *common]) == 0
     options = ["--deploy", "onnx", "--onnx_profile", "tuned"]
@@ -445,3 +441,108 @@ def test_the_codes_of_a_gate_end_where_it_does(
     assert is_whole == bool(clips)
     assert sum(node.op_type == "Clip" for node in file.graph.node) == clips
     assert (verification.equal > 0.999) == bool(clips)
+
+
+@pytest.fixture
+def slow(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every file takes twice as long as the float network, for 2 ms."""
+    speed = Speed(0.5, 0.49, 0.51, 9, float_seconds=1e-3)
+    monkeypatch.setattr(verify, "measured_speed", lambda *_, **__: speed)
+
+
+def run_source(folder: Path) -> None:
+    """A model and a config in a folder, which becomes the current one."""
+    source = (
+        "import sys, torch\n"
+        f"sys.path.insert(0, {str(ROOT / 'tests' / 'export')!r})\n"
+        "from test_tuned import images, Net\n"
+        "def model():\n    torch.manual_seed(0)\n    return Net()\n"
+        "def calibration_data():\n    return [images()]\n"
+    )
+    (folder / "net.py").write_text(source)
+    (folder / "config.json").write_text(json.dumps(CONFIG))
+
+
+@pytest.mark.usefixtures("slow")
+def test_a_run_whose_file_is_slow_leaves_layers_in_float(
+    fake: Any,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """The next run, and Python, repeat the choice without measuring."""
+    run_source(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    command = ["run", "net.py", "--to", "onnx", "--config_file", "config.json", "-o", "one"]
+    assert run_command(command) == 0
+    out = capsys.readouterr().out
+    assert "1 layer in float, chosen for batches of 1 and 4" in out
+    folder = tmp_path / "one" / "export"
+    assert list(deployed(folder)["float_layers"]) == [FIRST]
+    written = (folder / "Net.onnx").read_bytes()
+    assert "Net::input_0" not in quantized(onnx.load_from_string(written))
+    metrics = json.loads((tmp_path / "one" / "report.json").read_text())["metrics"]
+    with monkeypatch.context() as patched:
+        patched.setattr(tuner, "METER", no_meter)
+        assert run_command(command) == 0
+    assert (folder / "Net.onnx").read_bytes() == written
+    torch.manual_seed(0)
+    made = quantizer.quantize(
+        Net().eval(), [images()], "onnx", config=CONFIG, folder=tmp_path / "two"
+    )
+    assert made.path.read_bytes() == written
+    assert made.comparison.metrics["sqnr_db"] == pytest.approx(metrics["sqnr_db"])
+
+
+@pytest.mark.usefixtures("slow")
+def test_a_run_keeps_integers_where_float_is_fastest(
+    fake: Any,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    fake.float_ratio, fake.tuned_ratio, fake.spread = 1.0, 0.7, 2.0
+    run_source(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    assert run_command(["run", "net.py", "--config_file", "config.json"]) == 0
+    out = capsys.readouterr().out
+    assert "In float, it would be faster: --onnx_profile tuned" in out
+    model = onnx.load("quantize_result/export/Net.onnx")
+    assert "Net::input_0" in quantized(model)
+
+
+@pytest.mark.parametrize(
+    "options", [("--onnx_profile", "fast"), ("--to", "tensorrt", "--preset", "tensorrt_int8")]
+)
+@pytest.mark.usefixtures("slow")
+def test_a_profile_that_is_given_is_kept(
+    options: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tuner, "METER", no_meter)
+    run_source(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    assert run_command(["run", "net.py", *options]) == 0
+    assert not (tmp_path / "quantize_result" / "export" / "deploy.json").exists()
+
+
+@pytest.mark.usefixtures("slow")
+def test_a_choice_for_another_network_is_made_anew_by_a_run(
+    fake: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_source(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    assert run_command(["run", "net.py", "--config_file", "config.json"]) == 0
+    before = deployed(tmp_path / "quantize_result" / "export")
+    changed = json.dumps(document(tensor={"input": UNSIGNED, "activation": UNSIGNED}))
+    (tmp_path / "config.json").write_text(changed)
+    assert run_command(["run", "net.py", "--config_file", "config.json"]) == 0
+    after = deployed(tmp_path / "quantize_result" / "export")
+    assert before["network"] != after["network"]
+    assert before["float_layers"].keys() == after["float_layers"].keys()
+
+
+def test_short_calls_are_not_worth_a_choice() -> None:
+    slow = Speed(0.5, 0.49, 0.51, 9, remedy="--onnx_profile tuned", float_seconds=5e-5)
+    assert not slow.asks_for_floats
+    assert replace(slow, float_seconds=5e-4).asks_for_floats
+    assert not replace(slow, float_seconds=5e-4, remedy="").asks_for_floats

@@ -3,7 +3,7 @@ with a verdict. Each step is the one that `--quant_mode` runs.
 """
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import redirect_stdout
 from dataclasses import replace
 from pathlib import Path
@@ -31,6 +31,7 @@ from quantizer.cli.modes.run_mode import require_met
 from quantizer.cli.modes.test_mode import run_test
 from quantizer.cli.terminal import output
 from quantizer.cli.terminal.follow import one_display
+from quantizer.cli.terminal.output import Outcome
 from quantizer.cli.terminal.render import say_note
 from quantizer.cli.terminal.screen import notes_on_stderr
 from quantizer.commands.searching.divided_data import data_of_run, divide_data
@@ -52,9 +53,10 @@ from quantizer.export.destinations import (
     in_words_of_run,
     preset_for,
 )
+from quantizer.export.layer_choice import DEPLOY_FILE, asks_for_floats
 from quantizer.export.refusals import layers_to_leave, require_extras, require_model
 from quantizer.export.sized_widths import SizedRun, require_sized
-from quantizer.export.targets import EXPORTERS, require_choices
+from quantizer.export.targets import EXPORTERS, FOLDER, require_choices
 from quantizer.export.value_names import require_fitting_names
 from quantizer.graph.ir import Graph
 from quantizer.graph.modules import module_graph, untraced_part
@@ -140,9 +142,8 @@ def _run(options: RunOptions, gates: Sequence[Gate]) -> FinishedRun:
                 data = data.with_config(path)
             calib_options = data.calibrating(for_=(target,))
             calibrated = run_calib(calib_options, opened=opened, has_next_step=True)
-        seed_everything(options.seed)
-        test_options = data.testing(deploy=(target,))
-        tested = run_test(test_options, opened=opened)
+        if_slower = destination.choices_if_slower(options.target_options)
+        test_options, tested = _test(data.testing(deploy=(target,)), opened, if_slower)
         if not tested.error:
             Checkpoints(folder).remove()
         finished = FinishedRun(name, test_options, opened, calibrated, tested, data)
@@ -151,6 +152,26 @@ def _run(options: RunOptions, gates: Sequence[Gate]) -> FinishedRun:
         if not options.minutes or tested.error or not failed_gates(gates, tested.metrics):
             return finished
         return _tuned(finished, options, gates, has_file=has_file)
+
+
+def _test(
+    options: Options, opened: session.OpenedRun, if_slower: Mapping[str, str]
+) -> tuple[Options, Outcome]:
+    """Test and export, once more with `if_slower` if the file is slower than in float.
+
+    Returns:
+        The options of the test that counts, and its outcome.
+    """
+    choices = {**options.target_options, **if_slower}
+    mixed = replace(options, target_options=choices)
+    if if_slower and (from_start(options.output_dir) / FOLDER / DEPLOY_FILE).exists():
+        # It has the choice of an earlier run
+        options = mixed
+    seed_everything(options.seed)
+    outcome = run_test(options, opened=opened)
+    if if_slower and asks_for_floats(outcome.deployed.values()):
+        return _test(mixed, opened, {})
+    return options, outcome
 
 
 def _require_checkable(

@@ -26,7 +26,7 @@ from onnx import ModelProto, TensorProto
 from torch import Tensor
 
 from quantizer.calibration.solution import Solution
-from quantizer.errors import VerificationError
+from quantizer.errors import ResultError, UsageError, VerificationError
 from quantizer.export.acceptance import engine_check, require_success, started
 from quantizer.export.agreement import EngineCheck, Verification
 from quantizer.export.arithmetic import with_runtime_biases
@@ -229,6 +229,9 @@ class OnnxExporter(Exporter[_Written]):
     def layer_choice(self, deployment: Deployment, path: Path) -> LayerChoice | None:
         """Return what stays in float in a tuned file: as a deploy.json says, or as measured.
 
+        A profile that keeps integers measures again if the deploy.json next to the file does
+        not fit the network.
+
         Raises:
             ResultError: the deploy.json does not fit the network.
             UsageError: the machine is too busy to measure.
@@ -239,13 +242,18 @@ class OnnxExporter(Exporter[_Written]):
         weights = self.choice("onnx_weights")
         named = self.choice("deploy_file")
         source = Path(named) if named else path.with_name(DEPLOY_FILE)
-        if not named and not source.exists():
-            return Tuner(deployment.in_memory(), weights, self.conventions).choice()
-        digest = network_digest(deployment.graph, solution)
-        content = read_choice(source, digest, weights, activation_keys(solution))
-        left_out = [(layer, role) for layer, role in content["float_activations"]]
-        reduced = without_activations(deployment.graph, solution, left_out)
-        return LayerChoice(reduced, content)
+        if named or source.exists():
+            digest = network_digest(deployment.graph, solution)
+            try:
+                content = read_choice(source, digest, weights, activation_keys(solution))
+            except (ResultError, UsageError):
+                if named or not self.conventions.keeps_integers:
+                    raise
+            else:
+                left_out = [(layer, role) for layer, role in content["float_activations"]]
+                reduced = without_activations(deployment.graph, solution, left_out)
+                return LayerChoice(reduced, content)
+        return Tuner(deployment.in_memory(), weights, self.conventions).choice()
 
     @contextmanager
     def write(self, deployment: Deployment, path: Path) -> Iterator[_Written]:
@@ -283,7 +291,9 @@ class OnnxExporter(Exporter[_Written]):
         choice = deployment.layer_choice
         if choice is not None:
             remarks = (choice.line, *remarks)
-            asides = (choice.line, *asides)
+            if not self.conventions.keeps_integers:
+                # The user has asked for the choice
+                asides = (choice.line, *asides)
             verification = _with_reasons(verification, choice)
         return replace(
             verification,

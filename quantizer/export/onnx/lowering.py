@@ -3,7 +3,7 @@ and no pass asks which profile it is. The integer types of ONNX, and which one h
 """
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from functools import cached_property
 
@@ -64,6 +64,8 @@ class Conventions:
         decodes_ahead: whether the weights of linear layers with float inputs become floats when
             the file is loaded. Otherwise ONNX Runtime rounds their inputs to 8 bits.
         is_tuned: whether activations stay in float where integers are slower on this machine.
+        keeps_integers: whether some activations stay quantized then, even if a file in float is
+            the fastest.
         wraps_operators: whether values are quantized between the operators that move or cut
             them, too.
     """
@@ -80,6 +82,7 @@ class Conventions:
     quantizes_gates: bool = False
     decodes_ahead: bool = False
     is_tuned: bool = False
+    keeps_integers: bool = False
     wraps_operators: bool = False
 
     def makes_unsigned(self, spec: QuantizationSpec, bits: int) -> bool:
@@ -99,13 +102,15 @@ class Conventions:
 
 EXACT = Conventions()
 """The default profile."""
+_TUNED = Conventions(
+    rounds_half_even=True, quantizes_gates=True, decodes_ahead=True, is_tuned=True
+)
 
 CONVENTIONS: dict[str, Conventions] = {
     "exact": EXACT,
     "fast": Conventions(rounds_half_even=True, is_packed=True, quantizes_gates=True),
-    "tuned": Conventions(
-        rounds_half_even=True, quantizes_gates=True, decodes_ahead=True, is_tuned=True
-    ),
+    "tuned": _TUNED,
+    "mixed": replace(_TUNED, keeps_integers=True),
     "tensorrt": Conventions(
         activations=Limits(
             "TensorRT",

@@ -13,10 +13,10 @@ _PROFILE = TargetOption(
     "onnx_profile",
     "onnx",
     "An .onnx rounds as the config says, or as ONNX Runtime's fastest kernels do. "
-    "tuned leaves in float what integers make slower on this machine. tensorrt and "
-    "npu are for these engines.",
-    ("exact", "fast", "tuned", "tensorrt", "npu"),
-    alone=("tuned",),
+    "tuned and mixed leave in float what integers make slower on this machine; mixed keeps "
+    "integers elsewhere. tensorrt and npu are for these engines.",
+    ("exact", "fast", "tuned", "mixed", "tensorrt", "npu"),
+    alone=("tuned", "mixed"),
 )
 _WEIGHTS = TargetOption(
     "onnx_weights",
@@ -24,16 +24,16 @@ _WEIGHTS = TargetOption(
     "8-bit weights in an .onnx: auto is right on every CPU, int8 on those with "
     "VNNI, where it is faster.",
     ("auto", "uint8", "int8"),
-    goes_with=("onnx_profile", ("exact", "fast", "tuned")),
+    goes_with=("onnx_profile", ("exact", "fast", "tuned", "mixed")),
 )
 _DEPLOY_FILE = TargetOption(
     "deploy_file",
     "onnx",
-    "A deploy.json of --onnx_profile tuned, whose choice is repeated.  [default: "
+    "A deploy.json of --onnx_profile tuned or mixed, whose choice is repeated.  [default: "
     "the one in the folder of the file, if there is one]",
     ("",),
     is_file=True,
-    goes_with=("onnx_profile", ("tuned",)),
+    goes_with=("onnx_profile", ("tuned", "mixed")),
 )
 _INPUT_NAMES = TargetOption(
     "input_names",
@@ -74,12 +74,17 @@ PLUGIN = Plugin(
     targets={"onnx": _TARGET},
     profiles={
         "tuned": CheckedTarget("onnx", {"onnx_profile": "tuned"}),
+        "mixed": CheckedTarget("onnx", {"onnx_profile": "mixed"}),
         "tensorrt": CheckedTarget("onnx", {"onnx_profile": "tensorrt"}),
         "npu": CheckedTarget("onnx", {"onnx_profile": "npu"}),
     },
     destinations={
         "onnx": Destination(
-            "int8 ONNX", preset="onnx_int8", target="onnx", stands_for="network"
+            "int8 ONNX",
+            preset="onnx_int8",
+            target="onnx",
+            if_slower={"onnx_profile": "mixed"},
+            stands_for="network",
         ),
         "tensorrt": Destination(
             "int8 ONNX for TensorRT",

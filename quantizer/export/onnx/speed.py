@@ -77,7 +77,7 @@ def measured_speed(
         options.intra_op_num_threads = 1
         session = timed_session(model, options)
         timers.append(partial(mean_seconds, session, feed, clock=time.thread_time))
-    speed, *others = speeds_in_turns(timers, waited=_no_wait_counts)
+    speed, *others = speeds_in_turns(timers, waited=no_wait_counts)
     if speed is None:
         return None
     for other in others:
@@ -86,7 +86,7 @@ def measured_speed(
     return speed
 
 
-def _no_wait_counts() -> float:
+def no_wait_counts() -> float:
     """Return 0: a thread that waits for a processor uses none."""
     return 0.0
 

@@ -25,8 +25,14 @@ from onnx import ModelProto, NodeProto
 from quantizer.export.onnx.executed import OPTIMIZER_SUFFIXES, kernel_events, profiled
 from quantizer.export.onnx.lowering import PRODUCTS
 from quantizer.export.onnx.passes.moves import MOVE_OPERATORS
-from quantizer.export.onnx.speed import Feed, mean_seconds, speeds_in_turns, timed_session
-from quantizer.export.performance import Speed
+from quantizer.export.onnx.speed import (
+    Feed,
+    mean_seconds,
+    no_wait_counts,
+    speeds_in_turns,
+    timed_session,
+)
+from quantizer.export.performance import Speed, waited_seconds
 from quantizer.plan.model import Key
 
 # A profile has at least so many runs, and more as long as they fit in these seconds.
@@ -69,10 +75,17 @@ class Profile:
 
 
 class RuntimeMeter:
-    """Measures with ONNX Runtime, on as many threads as torch has."""
+    """Measures with ONNX Runtime.
 
-    def __init__(self) -> None:
-        self.threads = torch.get_num_threads()
+    Args:
+        threads: None for as many as torch has. The processor time of one thread is measured,
+            the time that passes with several.
+    """
+
+    def __init__(self, threads: int | None = None) -> None:
+        self.threads = threads or torch.get_num_threads()
+        self.clock = time.thread_time if threads == 1 else time.perf_counter
+        self.waited = no_wait_counts if threads == 1 else waited_seconds
 
     @property
     def conditions(self) -> Mapping[str, Any]:
@@ -110,11 +123,14 @@ class RuntimeMeter:
         """Return the speed of each model against the float network, measured in turns."""
         first, *others = models
         timers = [
-            partial(mean_seconds, timed_session(model, self._options()), feed)
+            partial(mean_seconds, timed_session(model, self._options()), feed, clock=self.clock)
             for model in (first, floating, *others)
         ]
         speeds = speeds_in_turns(
-            timers, seconds=_SECONDS_FOR_EACH * len(timers), shortest=_SHORTEST
+            timers,
+            seconds=_SECONDS_FOR_EACH * len(timers),
+            shortest=_SHORTEST,
+            waited=self.waited,
         )
         return [speed for speed in speeds if speed is not None]
 

@@ -83,8 +83,8 @@ def activation_keys(solution: Solution) -> tuple[Key, ...]:
     return tuple((layer, role) for layer, role in solution.tensors if not is_parameter(role))
 
 
-METER: Callable[[], RuntimeMeter] = RuntimeMeter
-"""Returns an object that measures files. Tests put another one here."""
+METER: Callable[[int | None], RuntimeMeter] = RuntimeMeter
+"""Returns an object that measures files on some threads. Tests put another one here."""
 _MOST_SAMPLES = 10
 """The most samples of the larger batch that is measured. The smaller one has one sample."""
 _ATTEMPTS = 3
@@ -92,6 +92,8 @@ _INTEGERS = "all in integers"
 _FLOATS = "all activations in float"
 _LEAST_RATIO = 1.0
 """The least speed, as a ratio to that of float, that a file must reach with each batch."""
+_CLEARLY = 1.05
+"""By so much a file has to be faster than one in integers, if integers are kept."""
 
 
 @dataclass(frozen=True)
@@ -107,6 +109,13 @@ class _Trial:
     floats: frozenset[str]
     left_out: frozenset[Key]
     speeds: tuple[Speed, ...] = ()
+
+    @property
+    def mean_speed(self) -> float:
+        """Return the geometric mean of the speeds."""
+        ratios = [speed.ratio for speed in self.speeds]
+        mean: float = prod(ratios) ** (1 / len(ratios))
+        return mean
 
 
 class Tuner:
@@ -126,7 +135,7 @@ class Tuner:
         self.name = f"{deployment.graph.model}.onnx"
         self.weights = weights
         self.conventions = conventions
-        self.meter = METER()
+        self.meter = METER(1 if conventions.keeps_integers else None)
         to_write = NetworkToWrite.of(deployment, weights, conventions)
         # A file with fewer quantizations could do with an older operator set
         self.deployment = replace(deployment, opset=to_write.opset)
@@ -184,7 +193,10 @@ class Tuner:
             VerificationError: ONNX Runtime cannot run a file.
         """
         trials = self._measured(self._trials())
-        fastest = fastest_trial(trials)
+        if self.conventions.keeps_integers:
+            fastest = fastest_with_integers(trials)
+        else:
+            fastest = fastest_trial(trials)
         left_out = sorted(fastest.left_out)
         times = block_milliseconds(self.pairs, self.quantized_blocks, self.bare_blocks)
         float_layers = {name: times[name] for name in sorted(fastest.floats - {START})}
@@ -195,6 +207,7 @@ class Tuner:
             "weights": self.weights,
             "measured": {**self.meter.conditions, "batches": list(self.sizes)},
             "float_activations": [list(key) for key in left_out],
+            "float_is_faster": trials[-1].mean_speed > _CLEARLY * fastest.mean_speed,
             "float_layers": float_layers,
             "speeds": {
                 "chosen": _ratios(fastest),
@@ -240,7 +253,8 @@ class Tuner:
         return measured
 
     def _clear_speeds(self, models: Sequence[bytes], feed: Feed) -> list[Speed]:
-        """Return the speeds of files whose rounds agree.
+        """Return the speeds of files whose rounds agree. If integers are kept, processor times
+        are measured, which hardly depend on other programs.
 
         Raises:
             UsageError: they do not, however often they are measured.
@@ -249,7 +263,8 @@ class Tuner:
             with failures_named(DEFAULT, self.name, HELP):
                 speeds = self.meter.speeds(models, self.floating, feed)
             are_clear = all(speed.is_clear for speed in speeds)
-            if are_clear and len(speeds) == len(models):
+            is_usable = are_clear or self.conventions.keeps_integers
+            if is_usable and len(speeds) == len(models):
                 return speeds
         raise UsageError(
             "<--onnx_profile tuned> cannot choose: the machine is too busy to measure files",
@@ -263,16 +278,23 @@ def fastest_trial(trials: Sequence[_Trial]) -> _Trial:
     One that is slower than float with a batch is not chosen. If all are, it is the last one,
     which computes in float.
     """
-    fastest = trials[-1]
-    best = 0.0
+    never_slower = []
     for trial in trials:
-        ratios = [speed.ratio for speed in trial.speeds]
-        # Their products are in the order of their means
-        product = prod(ratios)
-        if min(ratios) >= _LEAST_RATIO and product > best:
-            fastest = trial
-            best = product
-    return fastest
+        if min(speed.ratio for speed in trial.speeds) >= _LEAST_RATIO:
+            never_slower.append(trial)
+    return max(never_slower, key=lambda trial: trial.mean_speed, default=trials[-1])
+
+
+def fastest_with_integers(trials: Sequence[_Trial]) -> _Trial:
+    """Return the trial with the highest geometric mean of its speeds, except the last trial,
+    which computes in float. It is the first one, all in integers, unless another is clearly
+    faster.
+    """
+    all_in_integers = trials[0]
+    fastest = max(trials[:-1], key=lambda trial: trial.mean_speed)
+    if fastest.mean_speed > _CLEARLY * all_in_integers.mean_speed:
+        return fastest
+    return all_in_integers
 
 
 def _ratios(trial: _Trial) -> list[float]:
