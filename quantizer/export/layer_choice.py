@@ -60,17 +60,17 @@ class LayerChoice:
     def line(self) -> str:
         """Return a sentence about the choice."""
         measured = self.content["measured"]
-        layers = counted(len(self.float_layers), "layer")
+        left = f"{counted(len(self.float_layers), 'layer')} in float"
+        if not self.float_layers:
+            left = "all layers in integers"
         batches = " and ".join(str(size) for size in measured["batches"])
         line = (
-            f"{layers} in float, chosen for batches of {batches} on "
+            f"{left}, chosen for batches of {batches} on "
             f"{counted(measured['threads'], 'thread')} of {measured['processor']}; "
             f"{DEPLOY_FILE} has the times"
         )
         if self.content.get("float_is_faster") is True:
             line += ". In float, it would be faster: <--onnx_profile tuned>"
-        if measured.get("vnni") is True and self.content["weights"] != "int8":
-            line += ". This processor has VNNI: <--onnx_weights int8> may be faster"
         return Sentence(line)
 
 
