@@ -45,7 +45,7 @@ class _Samples:
 
     def sentence(self, chosen: _Range) -> str | None:
         """Return a sentence about samples that stretch a range; None if there are none."""
-        magnitudes = torch.cat(self.magnitudes)
+        magnitudes = torch.cat(self.magnitudes).cpu()
         count = len(magnitudes)
         if count < _MIN_SAMPLES:
             return None
@@ -177,12 +177,18 @@ class ChannelMean:
 
     def observe(self, x: Tensor) -> None:
         """Take in one batch, with channels along `ch_axis`."""
+        self.add(self.sum_of(x).cpu(), x.numel())
+
+    def sum_of(self, x: Tensor) -> Tensor:
+        """Return the sum of each channel of a batch, on its device."""
         others = [axis for axis in range(-x.ndim, 0) if axis != self.ch_axis]
         # Reading all in float64 would be ten times as slow
         dtype = torch.promote_types(x.dtype, torch.float32)
-        sums = x.sum(others, dtype=dtype) if others else x
-        sums = sums.double().cpu()
-        self._add(1, x.numel() // max(len(sums), 1), sums)
+        return x.sum(others, dtype=dtype) if others else x.clone()
+
+    def add(self, sums: Tensor, values: int) -> None:
+        """Take in the sums of a batch that has so many values."""
+        self._add(1, values // max(len(sums), 1), sums.double())
 
     def merge(self, other: ChannelMean) -> None:
         """Take in what another has seen. Merging single batches in order gives the same as

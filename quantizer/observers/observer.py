@@ -5,7 +5,7 @@ values.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -256,29 +256,6 @@ class Observer:
         other._memory.restate(self._memory, companion_memory)
         other._shape = self._shape
         return other
-
-    @classmethod
-    def of_parts(
-        cls, spec: QuantizationSpec, parts: Sequence[tuple[Observer, float]]
-    ) -> Observer:
-        """Return the observer that would have seen several tensors in one, with one scale.
-
-        Args:
-            spec: the spec of all parts.
-            parts: the tensors' observers, which saw the same batches, and the powers of two
-                that their values are multiplied with.
-
-        Raises:
-            ValueError: a part has another spec, or several scales.
-        """
-        are_alike = all(part.spec == spec for part, _ in parts)
-        if not spec.has_one_scale or not are_alike:
-            raise ValueError(
-                f"Observers can only be combined if all have this spec, with one scale: {spec}."
-            )
-        combined = cls(spec)
-        combined._memory.combine_parts([(part._memory, factor) for part, factor in parts])
-        return combined
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Return how to rebuild it in another process: from its state."""

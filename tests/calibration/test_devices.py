@@ -48,6 +48,7 @@ def _python_device(monkeypatch: pytest.MonkeyPatch) -> None:
 GIVE_TO_THE_CPU = {
     "algorithms/bias_correction/bias_correction.py:_correct",
     "calibration/statistics.py:observe",
+    "calibration/statistics.py:sentence",
     "algorithms/finetuning/layers.py:solve",
     "algorithms/gptq/rows.py:_index",
     "algorithms/gptq/rows.py:by_first",
@@ -61,8 +62,8 @@ GIVE_TO_THE_CPU = {
     "nn/quantizer.py:encoded",
     "numerics/histogram.py:of",
     "numerics/metrics.py:row_energies",
+    "observers/device_batch.py:copied",
     "observers/observed_batch.py:counted",
-    "observers/observed_batch.py:largest_by_index",
     "observers/observed_batch.py:of",
 }
 """What moves more than single numbers: ranges, histograms, means and scales; the energies and

@@ -182,7 +182,9 @@ def _waits(func: Any, args: Any) -> bool:
         is_masked = any(index is not None and index.dtype in masks for index in args[1])
         # One value for all that a mask selects is filled in without a count
         return is_masked and not (len(args) > 2 and args[2].numel() == 1)
-    return bool({torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape} & {*func.tags})
+    return bool(
+        {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape} & {*func.tags}
+    )
 
 
 def _is_upload(func: Any, args: Any) -> bool:
