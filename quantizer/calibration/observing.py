@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from torch import Tensor
 
 from quantizer.calibration.solution import Solution
-from quantizer.calibration.statistics import ChannelMean, channel_axis
+from quantizer.calibration.statistics import ChannelMean, channel_axis, warn_of_saturation
 from quantizer.config.model import QuantizationSpec
 from quantizer.config.roles import is_parameter
 from quantizer.config.wording import first_names
@@ -22,7 +22,6 @@ from quantizer.errors import DataError, ModelError, QuantizerError, ResultError
 from quantizer.layerwise.sequential_runner import no_batches
 from quantizer.nn.network import Watchers
 from quantizer.nn.quantizer import QuantizedTensor
-from quantizer.numerics.formats import format_named
 from quantizer.observers import (
     NegativeValuesError,
     ObservationError,
@@ -234,7 +233,7 @@ def create_observers(plan: Plan) -> Calibration:
         ModelError: NaN or Inf in a weight or a bias, in any format (layer and tensor are
             named).
     """
-    _warn_of_saturation(plan)
+    warn_of_saturation(plan)
     means = {}
     for name in plan.corrected:
         ch_axis = channel_axis(plan.graph.by_name[name])
@@ -273,24 +272,6 @@ def _parameter_observer(parameter: Tensor, spec: QuantizationSpec) -> Observer |
     # The statistics of a parameter that is on disk go to disk, too
     observer.set_aside(partial(deferred_like, parameter))
     return observer
-
-
-def _warn_of_saturation(plan: Plan) -> None:
-    """Warn of parameters with values that a format without a scale cannot represent."""
-    for key, tensor in plan.tensors.items():
-        if not is_parameter(tensor.role) or tensor.spec.is_scaled:
-            continue
-        value = plan.parameter(key)
-        dtype = tensor.spec.dtype
-        largest = format_named(dtype).largest
-        is_beyond = value.isfinite() & (value.abs() > largest)
-        count = int(is_beyond.sum())
-        if count:
-            logger.warning(
-                f"{tensor.role} of {tensor.layer}: {count} of {value.numel()} values are "
-                f"beyond {largest:g}, the largest of {dtype}, and are clipped to it; bfloat16 "
-                "has the range of float32"
-            )
 
 
 def _warn_of_zeros(observers: Mapping[Key, Observer]) -> None:
@@ -460,13 +441,3 @@ def observed_solution(calibration: Calibration) -> Solution:
             tensor = tensor.mapped(partial(deferred_like, parameter))
         tensors[key] = tensor
     return Solution(tensors)
-
-
-def uncalibrated(plan: Plan, unreached: Collection[str]) -> list[str]:
-    """Return the layers among `unreached` with activations to calibrate."""
-    layers = []
-    for tensor in plan.tensors.values():
-        layer = tensor.layer
-        if tensor.is_calibrated and layer in unreached and layer not in layers:
-            layers.append(layer)
-    return layers

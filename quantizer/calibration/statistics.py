@@ -1,9 +1,11 @@
-"""What calibration observes besides ranges: the mean of each channel, and the few samples that
-stretch the range of an input. These cost all others their resolution.
+"""What calibration observes besides ranges: the mean of each channel, values that a format
+lacks, and the few samples that stretch the range of an input. These cost all others their
+resolution.
 """
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,11 +16,15 @@ from torch import Tensor
 
 from quantizer.calibration.solution import Solution
 from quantizer.comparison.samples import sample_name
+from quantizer.config.roles import is_parameter
 from quantizer.config.wording import counted, first_names
 from quantizer.graph.ir import Node
+from quantizer.numerics.formats import format_named
 from quantizer.observers import code_range_of, largest_by_index
 from quantizer.plan.model import Plan
 from quantizer.sources.batches import Batch
+
+logger = logging.getLogger(__name__)
 
 _STRETCH = 4.0
 """A range that is so many times as wide as the other samples need takes two bits from them."""
@@ -140,6 +146,24 @@ def _name_in_batch(path: tuple[Any, ...]) -> str:
     for key in keys:
         name += f"[{key!r}]"
     return name
+
+
+def warn_of_saturation(plan: Plan) -> None:
+    """Warn of parameters with values that a format without a scale cannot represent."""
+    for key, tensor in plan.tensors.items():
+        if not is_parameter(tensor.role) or tensor.spec.is_scaled:
+            continue
+        value = plan.parameter(key)
+        dtype = tensor.spec.dtype
+        largest = format_named(dtype).largest
+        is_beyond = value.isfinite() & (value.abs() > largest)
+        count = int(is_beyond.sum())
+        if count:
+            logger.warning(
+                f"{tensor.role} of {tensor.layer}: {count} of {value.numel()} values are "
+                f"beyond {largest:g}, the largest of {dtype}, and are clipped to it; bfloat16 "
+                "has the range of float32"
+            )
 
 
 def channel_axis(node: Node) -> int:

@@ -24,6 +24,7 @@ from quantizer.observers.memory import (
     PooledMemory,
     RangeMemory,
     at_least_float32,
+    compute_pending_ranges,
 )
 from quantizer.observers.methods import ranges_of
 from quantizer.observers.observed_batch import (
@@ -114,6 +115,7 @@ class DeviceBatch:
             low, high = extremes(as_rows(x))
             self._keep(_Read(None, low, high, low[:0]))
 
+    @torch.no_grad()
     def observe(self, observer: Observer, x: Tensor, companion: Observer | None) -> None:
         """Read what an observer and its companion need of a tensor.
 
@@ -134,7 +136,7 @@ class DeviceBatch:
             if is_refused:
                 # It says why
                 observer.observe(x)
-            if observer.spec.has_one_scale:
+            if alike[0].spec.has_one_scale:
                 self._read_tensor(x, alike)
             else:
                 self._read_rows(x, cut, alike)
@@ -342,6 +344,7 @@ def _take_ranges(
     observers: Sequence[Observer], low: Tensor, high: Tensor, *ends: Tensor
 ) -> None:
     """Let observers take the extremes of a batch, and the ends of its range."""
+    compute_pending_ranges(observer._memory for observer in observers)
     values = torch.stack([tensor.double() for tensor in (*ends, low, high)])
     for observer, own in zip(observers, values.tensor_split(len(observers), 1), strict=True):
         memory = observer._memory
