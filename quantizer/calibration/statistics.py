@@ -1,6 +1,6 @@
-"""What calibration observes besides ranges: the mean of each channel, values that a format
-lacks, and the few samples that stretch the range of an input. These cost all others their
-resolution.
+"""What calibration observes besides ranges: the mean of each channel, parameters beyond their
+format, and the few samples that stretch the range of an input. Such samples cost all others
+their resolution.
 """
 
 from __future__ import annotations

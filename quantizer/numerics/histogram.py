@@ -150,8 +150,8 @@ def _counts(values: Tensor, scale: Tensor) -> Tensor:
 
 
 def count_bins(index: Tensor) -> Tensor:
-    """Return how many times each row (R, N) int32 has each of 2 * BINS bins, (R, 2 * BINS)
-    int64. It may overwrite the rows.
+    """Return how many times each row (R, N) int32 has each bin, (R, 2 * BINS) int64. It may
+    overwrite the rows.
 
     >>> count_bins(torch.tensor([[7, 7]], dtype=torch.int32))[0, 6:9].tolist()
     [0, 2, 0]

@@ -143,41 +143,6 @@ class RangeMemory:
             merged = torch.cat([self._batches(), merged])
         self._replace(merged)
 
-    def restate(self, other: Memory, companion: Memory | None) -> None:
-        """Fill an empty memory of this spec as if it had seen the batches that `other` has seen
-        for another spec.
-
-        From ranges of the same method, all is taken over. From other ranges, the method
-        "maxmin" can use the extremes of each batch. From a histogram, it can use the extremes
-        of all batches together, if the statistic is "max".
-
-        Args:
-            other: a memory of any kind.
-            companion: another memory of the same values, which may have a histogram.
-
-        Raises:
-            LookupError: `other` lacks statistics that are needed. The message names them.
-        """
-        spec = self.spec
-        if isinstance(other, RangeMemory):
-            batches = other._batches()
-            if replace(other.spec, statistic=spec.statistic) == spec:
-                self._replace(batches.clone())
-            elif spec.method == "maxmin":
-                # The least and the greatest value are the range, too
-                self._replace(batches[:, [2, 3, 2, 3]])
-            else:
-                raise LookupError(
-                    f"{spec.method} needs a histogram of each batch, and the range of each is "
-                    "kept"
-                )
-        elif (spec.method, spec.statistic) == ("maxmin", "max"):
-            low, high = other.extremes()
-            self._replace(torch.stack([low, high, low, high])[None])
-        else:
-            needs = f"{spec.statistic} of {spec.method} needs the range of each batch"
-            raise LookupError(f"{needs}, and one histogram is kept")
-
     def set_aside(self, keep: Callable[[Tensor], Tensor]) -> None:
         """Replace the tensor, whose size grows with the rows, by `keep` of it, which may move
         it to disk.
@@ -291,15 +256,6 @@ class PooledMemory:
             assert isinstance(other, PooledMemory)
             if not other.is_empty:
                 self._append(other._histogram(), other._batch_count)
-
-    def restate(self, other: Memory, companion: Memory | None) -> None:
-        """Take over the histogram of `other`, or that of its companion."""
-        source = other if isinstance(other, PooledMemory) else companion
-        are_per_tensor = other.spec.qscheme == self.spec.qscheme == "per_tensor"
-        if not isinstance(source, PooledMemory) or not are_per_tensor:
-            raise LookupError(f"{self.spec.method} needs a histogram, and only ranges are kept")
-        self._pool = source._merged()
-        self._batch_count = source._batch_count
 
     def set_aside(self, keep: Callable[[Tensor], Tensor]) -> None:
         """Leave the histograms where they are."""

@@ -235,28 +235,6 @@ class Observer:
         self._memory.merge(*(other._memory for other in others))
         self._qparams = None
 
-    def restated(self, spec: QuantizationSpec, companion: Observer | None = None) -> Observer:
-        """Return the observer that would have seen the same batches for another spec of the
-        same granularity.
-
-        Args:
-            spec: with another method, percentage or statistic.
-            companion: an observer of the same values that may have a histogram.
-
-        Raises:
-            ValueError: no range exists for this spec, or its granularity is another.
-            LookupError: the statistics do not suffice. The message says what is missing.
-        """
-        if spec.cut != self.spec.cut:
-            raise ValueError(
-                f"What was observed {self.spec.qscheme} cannot be restated {spec.qscheme}."
-            )
-        other = Observer(spec)
-        companion_memory = companion._memory if companion else None
-        other._memory.restate(self._memory, companion_memory)
-        other._shape = self._shape
-        return other
-
     def __reduce__(self) -> tuple[Any, ...]:
         """Return how to rebuild it in another process: from its state."""
         return _restored, (self.spec, self._shape, self.state_dict())
