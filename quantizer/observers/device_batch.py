@@ -44,6 +44,9 @@ from quantizer.tables import RANGE_METHODS
 _MOST_VALUES = 1 << 26
 """So many values of samples are kept until they are counted: 256 MB of float32."""
 
+_Counted = tuple[Sequence[Observer], CountedBatches]
+"""Observers, and the histograms of as many rows for each."""
+
 
 class _Read(NamedTuple):
     """What was read of a tensor for an observer with one scale.
@@ -107,6 +110,8 @@ class DeviceBatch:
         # How many values the samples have
         self._kept = 0
         self._statistics: list[_Statistics] = []
+        # By spec and rows: what is counted, of which the ranges are found together
+        self._counted: dict[tuple[object, ...], list[_Counted]] = {}
         self._others: list[tuple[Tensor, Callable[[Tensor], None]]] = []
 
     def require_finite(self, x: Tensor) -> None:
@@ -153,6 +158,7 @@ class DeviceBatch:
                 anything.
         """
         self._count()
+        self._statistics += map(_of_counts, self._counted.values())
         tensors = [tensor for tensor, _ in self._others]
         for statistics in self._statistics:
             tensors += [statistics.low, statistics.high, *statistics.others]
@@ -205,7 +211,7 @@ class DeviceBatch:
             elif method.reads == "values":
                 self._find_range(observer, batch)
             elif method.reads == "extremes" or len(rows) <= ROWS_TO_DELAY:
-                self._statistics.append(_of_batch([observer], batch, SAMPLE_SIZE))
+                self._add_batch([observer], batch, SAMPLE_SIZE)
             else:
                 # So many histograms would take too much memory
                 observer.observe(x)
@@ -232,9 +238,46 @@ class DeviceBatch:
 
     def _count(self) -> None:
         """Turn what was kept into statistics."""
-        self._statistics += map(_statistics_of, self._reads.values())
+        for reads in self._reads.values():
+            self._add_reads(reads)
         self._reads.clear()
         self._kept = 0
+
+    def _add_reads(self, reads: Sequence[_Read]) -> None:
+        """Add the statistics of tensors that have been read and are of one kind."""
+        lows = torch.stack([read.low for read in reads])
+        highs = torch.stack([read.high for read in reads])
+        low, high = lows.amin(1), highs.amax(1)
+        observers = [read.observer for read in reads if read.observer is not None]
+        if not observers:
+            unobserved = [None] * len(reads)
+            self._statistics.append(_Statistics(unobserved, low, high, (), _take_nothing))
+            return
+        samples = torch.stack([read.sample for read in reads])
+        if isinstance(observers[0]._memory, RangeMemory):
+            self._add_batch(observers, ObservedBatch(samples, low, high), samples.numel())
+            return
+        weight = reads[0].weight
+        outermost = None
+        if weight != 1:
+            # The sample may leave out the outermost values, which matter most
+            outermost = at_least_float32(torch.cat([lows, highs], 1))
+        histogram = Histogram.of(samples, low, high, weight=weight, extra=outermost)
+        self._statistics.append(_of_histogram(observers, histogram))
+
+    def _add_batch(
+        self, observers: Sequence[Observer], batch: ObservedBatch, limit: int
+    ) -> None:
+        """Add the statistics of observers of one spec that keep the range of each batch, for as
+        many rows of a batch each. At most `limit` values are counted.
+        """
+        spec = observers[0].spec
+        if RANGE_METHODS[spec.method].reads == "extremes":
+            take = partial(_take_extremes, observers, spec)
+            self._statistics.append(_Statistics(observers, batch.low, batch.high, (), take))
+            return
+        kind = spec, len(batch.low) // len(observers), batch.low.device
+        self._counted.setdefault(kind, []).append((observers, batch.counted(limit)))
 
 
 def copied(tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -272,41 +315,18 @@ def _copy(values: Tensor) -> Tensor:
     return row.view(-1)
 
 
-def _statistics_of(reads: Sequence[_Read]) -> _Statistics:
-    """Return the statistics of tensors that have been read and are of one kind."""
-    lows = torch.stack([read.low for read in reads])
-    highs = torch.stack([read.high for read in reads])
-    low, high = lows.amin(1), highs.amax(1)
-    observers = [read.observer for read in reads]
-    samples = torch.stack([read.sample for read in reads])
-    known = [observer for observer in observers if observer is not None]
-    if not known:
-        return _Statistics(observers, low, high, (), _take_nothing)
-    if isinstance(known[0]._memory, RangeMemory):
-        return _of_batch(known, ObservedBatch(samples, low, high), samples.numel())
-    weight = reads[0].weight
-    outermost = None
-    if weight != 1:
-        # The sample may leave out the outermost values, which matter most
-        outermost = at_least_float32(torch.cat([lows, highs], 1))
-    histogram = Histogram.of(samples, low, high, weight=weight, extra=outermost)
-    return _of_histogram(known, histogram)
-
-
-def _of_batch(observers: Sequence[Observer], batch: ObservedBatch, limit: int) -> _Statistics:
-    """Return the statistics of observers of one spec that keep the range of each batch, for as
-    many rows of a batch each. At most `limit` values are counted.
-    """
+def _of_counts(parts: Sequence[_Counted]) -> _Statistics:
+    """Return the statistics of observers of one spec, from the histograms of their batches."""
+    observers: list[Observer] = []
+    for own, _ in parts:
+        observers += own
+    counted = CountedBatches.stacked([batch for _, batch in parts])
     spec = observers[0].spec
-    method = RANGE_METHODS[spec.method]
-    others: Sequence[Tensor] = ()
-    take: Callable[..., None] = partial(_take_extremes, observers, spec)
-    if method.reads == "histogram":
-        counted = batch.counted(limit)
-        others, take = [counted.counts], partial(_take_counts, observers)
-        if method.device_ready:
-            others, take = ranges_of(counted, spec), partial(_take_ranges, observers)
-    return _Statistics(observers, batch.low, batch.high, others, take)
+    others: Sequence[Tensor] = [counted.counts]
+    take: Callable[..., None] = partial(_take_counts, observers)
+    if RANGE_METHODS[spec.method].device_ready:
+        others, take = ranges_of(counted, spec), partial(_take_ranges, observers)
+    return _Statistics(observers, counted.low, counted.high, others, take)
 
 
 def _of_histogram(observers: Sequence[Observer], histogram: Histogram) -> _Statistics:

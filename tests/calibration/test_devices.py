@@ -60,7 +60,6 @@ GIVE_TO_THE_CPU = {
     "algorithms/equalization/equalization.py:__init__",
     "nn/quantizer.py:with_qparams",
     "nn/quantizer.py:encoded",
-    "numerics/histogram.py:of",
     "numerics/metrics.py:row_energies",
     "observers/device_batch.py:copied",
     "observers/observed_batch.py:counted",
