@@ -40,6 +40,8 @@ class RangeMethod:
         integers_only: whether it needs integer codes.
         symmetric_only: whether it finds one limit for both signs.
         powers_of_two_only: whether it compares powers of two, and needs such scales.
+        device_ready: whether it makes its tensors on the device of what it gets, and waits for
+            none. A device then runs it. Other methods run on the CPU.
         observers: the classes that name it in the hierarchical form, by name.
     """
 
@@ -49,6 +51,7 @@ class RangeMethod:
     integers_only: bool = False
     symmetric_only: bool = False
     powers_of_two_only: bool = False
+    device_ready: bool = False
     observers: Mapping[str, ObserverClass] = field(default_factory=dict)
 
 

@@ -60,6 +60,7 @@ RANGE_METHODS: dict[str, RangeMethod] = {
     "percentile": RangeMethod(
         f"{_METHODS}:percentile",
         "the range that contains `percentage` percent of the values",
+        device_ready=True,
         observers={
             "PerTensorPercentileObserver": ObserverClass(
                 ("per_tensor",),
@@ -85,12 +86,14 @@ RANGE_METHODS: dict[str, RangeMethod] = {
         "the threshold with the least Kullback-Leibler divergence",
         integers_only=True,
         symmetric_only=True,
+        device_ready=True,
     ),
     "group_mse": RangeMethod(
         f"{_BY_VALUES}:group_mse",
         "like mse for weights in groups, symmetric or not: the errors are those of the values "
         "themselves, for several ranges",
         reads="values",
+        device_ready=True,
         observers={
             "PerGroupMSEObserver": ObserverClass(
                 ("per_group",),
@@ -107,6 +110,7 @@ RANGE_METHODS: dict[str, RangeMethod] = {
         reads="values",
         integers_only=True,
         symmetric_only=True,
+        device_ready=True,
         observers={
             "PerChannelPairSafeObserver": ObserverClass(
                 ("per_channel",),
@@ -122,6 +126,7 @@ RANGE_METHODS: dict[str, RangeMethod] = {
         reads="values",
         integers_only=True,
         powers_of_two_only=True,
+        device_ready=True,
     ),
     "auto": RangeMethod(
         f"{_LEAST_ERROR}:auto",

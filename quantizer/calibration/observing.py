@@ -9,12 +9,12 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import Tensor
 
 from quantizer.calibration.solution import Solution
-from quantizer.calibration.statistics import ChannelMean, channel_axis
+from quantizer.calibration.statistics import ChannelMean, channel_axis, warn_of_saturation
 from quantizer.config.model import QuantizationSpec
 from quantizer.config.roles import is_parameter
 from quantizer.config.wording import first_names
@@ -22,7 +22,6 @@ from quantizer.errors import DataError, ModelError, QuantizerError, ResultError
 from quantizer.layerwise.sequential_runner import no_batches
 from quantizer.nn.network import Watchers
 from quantizer.nn.quantizer import QuantizedTensor
-from quantizer.numerics.formats import format_named
 from quantizer.observers import (
     NegativeValuesError,
     ObservationError,
@@ -36,15 +35,18 @@ from quantizer.plan.readers import useful_magnitude
 from quantizer.sources.batches import Batch, prefix_batch_errors
 from quantizer.storage.deferred_tensor import deferred_like
 
+if TYPE_CHECKING:
+    from quantizer.observers.device_batch import DeviceBatch
+
 logger = logging.getLogger(__name__)
 
 
 DISTRIBUTION = QuantizationSpec(symmetric=False, statistic="pooled")
 """The spec of the histogram of all values of a tensor, for any spec of the tensor."""
 _RESTART = "run without <--resume>"
-_Watch = tuple[TensorPlan, Callable[[Tensor], None], float | None]
-"""A tensor of a plan, a function that looks at its values, and a bound, if there is one. Beyond
-it the readers of the tensor do the same for all magnitudes.
+_Watch = tuple[TensorPlan, Observer | None, Observer | None, float | None]
+"""A tensor of a plan, its observer, one of the same values, and a bound, if there are any.
+Beyond the bound the readers of the tensor do the same for all magnitudes.
 """
 
 
@@ -231,7 +233,7 @@ def create_observers(plan: Plan) -> Calibration:
         ModelError: NaN or Inf in a weight or a bias, in any format (layer and tensor are
             named).
     """
-    _warn_of_saturation(plan)
+    warn_of_saturation(plan)
     means = {}
     for name in plan.corrected:
         ch_axis = channel_axis(plan.graph.by_name[name])
@@ -272,24 +274,6 @@ def _parameter_observer(parameter: Tensor, spec: QuantizationSpec) -> Observer |
     return observer
 
 
-def _warn_of_saturation(plan: Plan) -> None:
-    """Warn of parameters with values that a format without a scale cannot represent."""
-    for key, tensor in plan.tensors.items():
-        if not is_parameter(tensor.role) or tensor.spec.is_scaled:
-            continue
-        value = plan.parameter(key)
-        dtype = tensor.spec.dtype
-        largest = format_named(dtype).largest
-        is_beyond = value.isfinite() & (value.abs() > largest)
-        count = int(is_beyond.sum())
-        if count:
-            logger.warning(
-                f"{tensor.role} of {tensor.layer}: {count} of {value.numel()} values are "
-                f"beyond {largest:g}, the largest of {dtype}, and are clipped to it; bfloat16 "
-                "has the range of float32"
-            )
-
-
 def _warn_of_zeros(observers: Mapping[Key, Observer]) -> None:
     """Warn of weight tensors or channels that are all zero, which have the scale 1."""
     layers = []
@@ -317,11 +301,10 @@ def observe_batches(
         DataError: no batch though the plan needs data, or NaN or Inf in a tensor (layer and
             batch are named).
     """
-    watching = watchers(calibration)
+    watching = Watching(calibration)
     for batch in batches:
         try:
-            network.observe(batch.args, batch.kwargs, watching)
-            find_ranges(calibration.calibrated.values())
+            watching.observe(partial(network.observe, batch.args, batch.kwargs))
             calibration.batches += 1
         except BaseException as error:
             # Ctrl-C as well: what is stored then must end with a whole batch
@@ -343,45 +326,84 @@ def require_batches(calibration: Calibration) -> None:
         raise no_batches()
 
 
-def watchers(calibration: Calibration) -> Watchers:
-    """Return a function for each node whose value is observed, by the node's name.
+class Watching:
+    """Shows the values of nodes to the observers of a calibration, each value once.
 
-    It shows the value to each observer once, and checks a value without an observer for NaN and
-    Inf.
+    A value without an observer is checked for NaN and Inf. What is on a device is read there,
+    and nothing waits for it until the batch ends.
     """
-    # By node, observer and channels, as several layers that read a value may share an observer
-    watched: dict[str, dict[object, _Watch]] = {layer: {} for layer in calibration.means}
-    histograms = dict(calibration.histograms)
-    for key, tensor in calibration.plan.tensors.items():
-        if is_parameter(tensor.role):
-            continue
-        observer = calibration.observers.get(key)
+
+    def __init__(self, calibration: Calibration) -> None:
+        self._observers = calibration.calibrated.values()
+        self._device_batch: DeviceBatch | None = None
+        # Whether to look at values one by one, on a device too
+        self._at_once = False
+        # By node, observer and channels, as several layers that read a value may share an
+        # observer
+        watched: dict[str, dict[object, _Watch]] = {layer: {} for layer in calibration.means}
+        histograms = dict(calibration.histograms)
+        for key, tensor in calibration.plan.tensors.items():
+            if is_parameter(tensor.role):
+                continue
+            observer = calibration.observers.get(key)
+            companion = None
+            if observer is not None:
+                companion = histograms.pop(tensor.place, None)
+            bound = useful_magnitude(calibration.plan.graph, tensor.source, tensor.spec)
+            watches = watched.setdefault(tensor.source, {})
+            watch = (tensor, observer, companion, bound)
+            watches.setdefault((id(observer), tensor.channels), watch)
+        self._watchers: Watchers = {
+            name: partial(self._show, list(watches.values()), calibration.means.get(name))
+            for name, watches in watched.items()
+        }
+
+    def observe(self, run: Callable[[Watchers], object]) -> None:
+        """Let a network run over a batch with the watchers, and find what follows from it.
+
+        Raises:
+            DataError: NaN or Inf in a tensor, which is named.
+        """
+        self._device_batch = None
+        try:
+            run(self._watchers)
+            if self._device_batch is not None:
+                self._device_batch.finish()
+        except ObservationError:
+            # Only on a device: the first value that is wrong is still to be found
+            self._at_once = True
+            run(self._watchers)
+            raise
+        find_ranges(self._observers)
+
+    def _show(self, watches: Iterable[_Watch], mean: ChannelMean | None, value: Tensor) -> None:
+        """Show a node's value to all who watch it, and to the mean of its channels."""
         look: Callable[[Tensor], None] = require_finite
-        if observer is not None:
-            look = partial(observer.observe, companion=histograms.pop(tensor.place, None))
-        bound = useful_magnitude(calibration.plan.graph, tensor.source, tensor.spec)
-        watches = watched.setdefault(tensor.source, {})
-        watches.setdefault((id(observer), tensor.channels), (tensor, look, bound))
-    by_name = {}
-    for name, watches in watched.items():
-        mean = calibration.means.get(name)
-        by_name[name] = partial(_show, list(watches.values()), mean)
-    return by_name
+        observe: Callable[..., None] = Observer.observe
+        batch = None
+        if not (value.is_cpu or self._at_once):
+            # Only runs on a device need it
+            from quantizer.observers.device_batch import DeviceBatch
 
-
-def _show(watches: Iterable[_Watch], mean: ChannelMean | None, value: Tensor) -> None:
-    """Show a node's value to all who watch it, and to the mean of its channels."""
-    for tensor, look, bound in watches:
-        with _located(tensor, DataError):
-            shown = value
-            if bound is not None:
-                require_finite(value)
-                shown = value.clamp(-bound, bound)
-            if tensor.channels is not None:
-                shown = shown.narrow(*tensor.channels)
-            look(shown)
-    if mean is not None:
-        mean.observe(value)
+            batch = self._device_batch = self._device_batch or DeviceBatch()
+            look = batch.require_finite
+            observe = batch.observe
+        for tensor, observer, companion, bound in watches:
+            with _located(tensor, DataError):
+                shown = value
+                if bound is not None:
+                    look(value)
+                    shown = value.clamp(-bound, bound)
+                if tensor.channels is not None:
+                    shown = shown.narrow(*tensor.channels)
+                if observer is None:
+                    look(shown)
+                else:
+                    observe(observer, shown, companion)
+        if mean is not None and batch is not None:
+            batch.add(mean.sum_of(value), partial(mean.add, values=value.numel()))
+        elif mean is not None:
+            mean.observe(value)
 
 
 @contextmanager
@@ -419,13 +441,3 @@ def observed_solution(calibration: Calibration) -> Solution:
             tensor = tensor.mapped(partial(deferred_like, parameter))
         tensors[key] = tensor
     return Solution(tensors)
-
-
-def uncalibrated(plan: Plan, unreached: Collection[str]) -> list[str]:
-    """Return the layers among `unreached` with activations to calibrate."""
-    layers = []
-    for tensor in plan.tensors.values():
-        layer = tensor.layer
-        if tensor.is_calibrated and layer in unreached and layer not in layers:
-            layers.append(layer)
-    return layers

@@ -20,6 +20,7 @@ from quantizer.config.wording import first_names
 from quantizer.nn.quantizer import QuantizedTensor, TensorQuantizer
 from quantizer.numerics.histogram import Histogram
 from quantizer.observers.methods import CENTRES
+from quantizer.observers.restated import restated
 from quantizer.plan.groups import layout
 from quantizer.plan.layout import Layout, quantization_point
 from quantizer.plan.model import Key
@@ -63,7 +64,7 @@ def keep_plain_scales(request: CalibrationRequest, state: CalibrationState) -> C
         key = (layer, "weights")
         tensor = solution.tensors[key]
         plain = replace(tensor.spec, method="maxmin")
-        qparams = state.calibration.observers[key].restated(plain).qparams()
+        qparams = restated(state.calibration.observers[key], plain).qparams()
         if qparams.scale.equal(tensor.scale):
             continue
         lost_db = _lost_db(state, where, layer, tensor.with_qparams(qparams))

@@ -21,6 +21,7 @@ from quantizer.graph.ir import Graph, Node
 from quantizer.graph.output_names import unused_names
 from quantizer.layerwise.adjustment import Adjustment
 from quantizer.observers import Observer
+from quantizer.observers.combined import combine
 from quantizer.plan.layout import PART_SCALE
 from quantizer.plan.model import JoinPlan, Key, Plan, TensorPlan
 from quantizer.storage.deferred_tensor import deferred_like, loaded
@@ -200,7 +201,7 @@ def taken_over(
             observers[key] = observer
         elif source in parts:
             pairs = [(before.observers[part.key], part.factor) for part in parts[source]]
-            new = Observer.of_parts(observer.spec, pairs)
+            new = combine(observer.spec, pairs)
             observers[key] = shared.setdefault(source, new)
     histograms = dict(before.histograms)
     for source in after.histograms:
@@ -251,4 +252,4 @@ def _histogram(before: Calibration, parts: Iterable[ScaledPart]) -> Observer:
     for part in parts:
         place = before.plan.tensors[part.key].place
         pairs.append((before.histograms[place], part.factor))
-    return Observer.of_parts(DISTRIBUTION, pairs)
+    return combine(DISTRIBUTION, pairs)

@@ -6,6 +6,7 @@ import json
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -14,13 +15,11 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from quantizer.calibration.events import Snapshot
-from quantizer.calibration.observing import Calibration, Observable, watchers
+from quantizer.calibration.observing import Calibration, Observable, Watching
 from quantizer.calibration.statistics import ChannelMean
 from quantizer.config.json_types import fits
 from quantizer.distributed import Ranks, merge_in_batch_order
 from quantizer.errors import DAMAGE_ERRORS, CheckpointError
-from quantizer.nn.network import Watchers
-from quantizer.observers import find_ranges
 from quantizer.sources.batches import Batch, prefix_batch_errors
 from quantizer.storage.files import damaged
 
@@ -199,8 +198,7 @@ class _Shard:
 
     def observe(self, network: Observable, batch: Batch) -> None:
         """Observe one batch of this rank's share."""
-        network.observe(batch.args, batch.kwargs, self._watchers)
-        find_ranges(self._part.calibrated.values())
+        self._watching.observe(partial(network.observe, batch.args, batch.kwargs))
         self._means.append(self._part.means)
         self._start_batch()
 
@@ -225,4 +223,4 @@ class _Shard:
 
     def _start_batch(self) -> None:
         self._part.means = self._whole.fresh().means
-        self._watchers: Watchers = watchers(self._part)
+        self._watching = Watching(self._part)

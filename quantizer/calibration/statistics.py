@@ -1,9 +1,11 @@
-"""What calibration observes besides ranges: the mean of each channel, and the few samples that
-stretch the range of an input. These cost all others their resolution.
+"""What calibration observes besides ranges: the mean of each channel, parameters beyond their
+format, and the few samples that stretch the range of an input. Such samples cost all others
+their resolution.
 """
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,11 +16,15 @@ from torch import Tensor
 
 from quantizer.calibration.solution import Solution
 from quantizer.comparison.samples import sample_name
+from quantizer.config.roles import is_parameter
 from quantizer.config.wording import counted, first_names
 from quantizer.graph.ir import Node
+from quantizer.numerics.formats import format_named
 from quantizer.observers import code_range_of, largest_by_index
 from quantizer.plan.model import Plan
 from quantizer.sources.batches import Batch
+
+logger = logging.getLogger(__name__)
 
 _STRETCH = 4.0
 """A range that is so many times as wide as the other samples need takes two bits from them."""
@@ -45,7 +51,7 @@ class _Samples:
 
     def sentence(self, chosen: _Range) -> str | None:
         """Return a sentence about samples that stretch a range; None if there are none."""
-        magnitudes = torch.cat(self.magnitudes)
+        magnitudes = torch.cat(self.magnitudes).cpu()
         count = len(magnitudes)
         if count < _MIN_SAMPLES:
             return None
@@ -142,6 +148,24 @@ def _name_in_batch(path: tuple[Any, ...]) -> str:
     return name
 
 
+def warn_of_saturation(plan: Plan) -> None:
+    """Warn of parameters with values that a format without a scale cannot represent."""
+    for key, tensor in plan.tensors.items():
+        if not is_parameter(tensor.role) or tensor.spec.is_scaled:
+            continue
+        value = plan.parameter(key)
+        dtype = tensor.spec.dtype
+        largest = format_named(dtype).largest
+        is_beyond = value.isfinite() & (value.abs() > largest)
+        count = int(is_beyond.sum())
+        if count:
+            logger.warning(
+                f"{tensor.role} of {tensor.layer}: {count} of {value.numel()} values are "
+                f"beyond {largest:g}, the largest of {dtype}, and are clipped to it; bfloat16 "
+                "has the range of float32"
+            )
+
+
 def channel_axis(node: Node) -> int:
     """Return the axis of a layer's channels in its output, counted from the end, as the batch
     axis may be missing. The layer must have one bias.
@@ -177,12 +201,18 @@ class ChannelMean:
 
     def observe(self, x: Tensor) -> None:
         """Take in one batch, with channels along `ch_axis`."""
+        self.add(self.sum_of(x).cpu(), x.numel())
+
+    def sum_of(self, x: Tensor) -> Tensor:
+        """Return the sum of each channel of a batch, on its device."""
         others = [axis for axis in range(-x.ndim, 0) if axis != self.ch_axis]
         # Reading all in float64 would be ten times as slow
         dtype = torch.promote_types(x.dtype, torch.float32)
-        sums = x.sum(others, dtype=dtype) if others else x
-        sums = sums.double().cpu()
-        self._add(1, x.numel() // max(len(sums), 1), sums)
+        return x.sum(others, dtype=dtype) if others else x.clone()
+
+    def add(self, sums: Tensor, values: int) -> None:
+        """Take in the sums of a batch that has so many values."""
+        self._add(1, values // max(len(sums), 1), sums.double())
 
     def merge(self, other: ChannelMean) -> None:
         """Take in what another has seen. Merging single batches in order gives the same as

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import operator
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -21,6 +21,7 @@ from quantizer.calibration.statistics import InputMagnitudes
 from quantizer.config.diagnostics import ConfigError, with_place
 from quantizer.errors import CheckpointError
 from quantizer.option_words import Sentence, marked_text
+from quantizer.plan.model import Plan
 from quantizer.sources.batches import Batch
 from quantizer.storage.process_memory import TRIM_AFTER_GROWTH, trim_heap
 
@@ -136,11 +137,21 @@ def observe(request: CalibrationRequest, state: CalibrationState) -> Calibration
             # Finetuning may be stopped, too, and then continues with these statistics
             stage.advance(stage.done, at_boundary=True)
     unreached = state.target.unreached()
-    for layer in observing.uncalibrated(state.plan, unreached):
+    for layer in _uncalibrated(state.plan, unreached):
         text = f"{layer} was not reached by the calibration data: its activations stay float"
         request.events.message(logging.WARNING, text)
     calibration = calibration.without(unreached)
     return replace(state, calibration=calibration, inputs=inputs)
+
+
+def _uncalibrated(plan: Plan, unreached: Collection[str]) -> list[str]:
+    """Return the layers among `unreached` with activations to calibrate."""
+    layers = []
+    for tensor in plan.tensors.values():
+        layer = tensor.layer
+        if tensor.is_calibrated and layer in unreached and layer not in layers:
+            layers.append(layer)
+    return layers
 
 
 def _other_data() -> CheckpointError:

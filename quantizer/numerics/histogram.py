@@ -62,14 +62,14 @@ class Histogram:
         amax = torch.maximum(-low, high)
         exponent = (torch.frexp(amax).exponent - _LOG2_BINS).clamp_(min=LEAST_EXPONENT)
         exponent = torch.where(amax == 0, LEAST_EXPONENT, exponent).to(torch.int32)
-        # A power of two: the product is exact
-        scale = torch.ldexp(torch.ones_like(amax), -exponent)
+        # A power of two, from the bits of float64: the product is exact
+        scale = ((1023 - exponent.long()) << 52).view(torch.float64)
         counts = _counts(values, scale)
         if weight != 1:
             counts.mul_(weight)
         if extra is not None:
             counts.add_(_counts(extra, scale))
-        return cls(counts.cpu(), exponent, low, high)
+        return cls(counts.to(low.device), exponent, low, high)
 
     @property
     def width(self) -> Tensor:
@@ -112,7 +112,8 @@ class Histogram:
 
     def to_tensors(self) -> dict[str, Tensor]:
         """Return the tensors that `from_tensors` takes, by name."""
-        return dict(vars(self))
+        # Rows of several histograms may share memory, which is not to be stored with each
+        return {name: tensor.clone() for name, tensor in vars(self).items()}
 
     @classmethod
     def from_tensors(cls, tensors: Mapping[str, Tensor]) -> Histogram:
@@ -140,13 +141,29 @@ def _counts(values: Tensor, scale: Tensor) -> Tensor:
     """Return how many of each row of values (R, N), times its scale (R,), fall into each bin,
     (R, 2 * BINS) int64.
     """
-    rows = len(values)
     integers, sign_shift = _SIGN_BITS[values.dtype]
     index = values.mul(scale.to(values)[:, None]).to(torch.int32)
     # The sign bit adds -1. It is that of the value, as the product may be as small as -0.0
     index += (values.view(integers) >> sign_shift).to(torch.int32)
-    first_bins = torch.arange(
-        0, rows * 2 * BINS, 2 * BINS, dtype=torch.int32, device=index.device
-    )
-    index += BINS + first_bins[:, None]
-    return torch.bincount(index.view(-1), minlength=rows * 2 * BINS).view(rows, 2 * BINS)
+    index += BINS
+    return count_bins(index)
+
+
+def count_bins(index: Tensor) -> Tensor:
+    """Return how many times each row (R, N) int32 has each bin, (R, 2 * BINS) int64. It may
+    overwrite the rows.
+
+    >>> count_bins(torch.tensor([[7, 7]], dtype=torch.int32))[0, 6:9].tolist()
+    [0, 2, 0]
+    """
+    if not index.is_cpu:
+        # Only runs on a device need it
+        from quantizer.numerics.device_bins import count_bins_on_device
+
+        return count_bins_on_device(index, 2 * BINS)
+    rows = len(index)
+    bins = rows * 2 * BINS
+    # One bincount for all rows: each row has its own bins
+    if rows > 1:
+        index += torch.arange(0, bins, 2 * BINS, dtype=torch.int32)[:, None]
+    return torch.bincount(index.view(-1), minlength=bins).view(rows, 2 * BINS)

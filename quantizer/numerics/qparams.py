@@ -311,8 +311,10 @@ def _shared_scale(low: Tensor, high: Tensor, code_range: FloatRange) -> QParams:
 def _zeros(amax: Tensor) -> Tensor | None:
     """Return a mask of the zeros in `amax`, which has no negative values.
 
-    Return None if there are no zeros: applying a mask takes longer than all the rest.
+    Return None if there are no zeros: applying a mask takes longer than all the rest. On a
+    device, to wait for that would take longer.
     """
-    if not torch.compiler.is_compiling() and amax.numel() and bool(amax.min() > 0):
+    can_look = amax.is_cpu and not torch.compiler.is_compiling()
+    if can_look and amax.numel() and bool(amax.min() > 0):
         return None
     return amax == 0

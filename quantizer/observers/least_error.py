@@ -19,8 +19,8 @@ from quantizer.observers.methods import CENTRES, code_range_of, round_rows
 from quantizer.observers.observed_batch import LowHigh, ObservedValues, PooledBatches
 
 _MSE_STEPS_PER_OCTAVE = 16
-# Factors by which the range is multiplied if scales are powers of two
-_HALVINGS = tuple(0.5**halvings for halvings in range(8))
+# How many factors the range is multiplied by if scales are powers of two
+_HALVINGS = 8
 # Octaves to cut off in each round of `auto`, from the best ends of the round before. An end of
 # o octaves is the extreme times 0.5**o
 _AUTO_STEPS = (torch.arange(12) / 2, torch.arange(-3, 4) / 8, torch.arange(-1, 2) / 16)
@@ -234,13 +234,16 @@ def least_power(values: ObservedValues, spec: QuantizationSpec) -> LowHigh:
 
     The errors are those of the bins' centres with the scales that the ranges lead to.
     """
-    # The rule for shared exponents may cut much off, so that a wider range may be better
-    powers = (2.0, *_HALVINGS) if spec.scale_type in SHARED_EXPONENTS else _HALVINGS
-    factors = torch.tensor(powers, dtype=torch.float64)
+    device = values.low.device
+    factors = halvings(_HALVINGS, device)
+    if spec.scale_type in SHARED_EXPONENTS:
+        # Their rule may cut much off, so that a wider range may be better
+        factors = 2 * halvings(_HALVINGS + 1, device)
     low = values.low * factors[:, None]
     high = values.high * factors[:, None]
     qparams = qparams_from_range(low, high, code_range_of(spec))
-    centres = values.width[:, None] * CENTRES
+    bins = torch.arange(-BINS, BINS, dtype=torch.float64, device=device)
+    centres = values.width[:, None] * (bins + 0.5)
     errors = []
     for scale, zero_point in zip(qparams.scale, qparams.zero_point, strict=True):
         rounded = centres.clone()
@@ -250,6 +253,17 @@ def least_power(values: ObservedValues, spec: QuantizationSpec) -> LowHigh:
         errors.append(weighted.sum(1))
     best = factors[torch.stack(errors).argmin(0)]
     return values.low * best, values.high * best
+
+
+def halvings(count: int, device: torch.device) -> Tensor:
+    """Return 1, 1/2, 1/4 and so on, `count` factors, float64.
+
+    >>> halvings(3, torch.device("cpu")).tolist()
+    [1.0, 0.5, 0.25]
+    """
+    # Integers have exact powers on every device
+    powers = 2 ** torch.arange(count, device=device)
+    return powers.double().reciprocal()
 
 
 def _errors(values: ObservedValues, codes: QuantizationSpec) -> Tensor:

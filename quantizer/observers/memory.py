@@ -4,7 +4,7 @@ The values themselves are not stored.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 
 import torch
@@ -23,11 +23,11 @@ from quantizer.observers.observed_batch import (
 )
 from quantizer.tables import RANGE_METHODS
 
-_ROWS_AT_ONCE = 1 << 10
+ROWS_AT_ONCE = 1 << 10
 """How many rows get their ranges in one call. Their histograms of 4096 bins take 32 MB, and the
 candidates of the method "diffs" 84 MB.
 """
-_ROWS_TO_DELAY = 16
+ROWS_TO_DELAY = 16
 """With at most so many rows, the range is computed after the batch has passed all layers, for
 many tensors together.
 """
@@ -70,12 +70,12 @@ class RangeMemory:
         if reads == "extremes":
             # All rows fit at once
             self._set_last_range(*ranges_of(batch, self.spec))
-        elif rows <= _ROWS_TO_DELAY and reads == "histogram":
+        elif rows <= ROWS_TO_DELAY and reads == "histogram":
             self._delay(batch)
         else:
             lows = []
             highs = []
-            rows_at_once = _ROWS_AT_ONCE
+            rows_at_once = ROWS_AT_ONCE
             if self.spec.has_searched_scale:
                 # Scales of a super-block are found together
                 rows_at_once = rows
@@ -87,7 +87,7 @@ class RangeMemory:
 
     def _grow(self, rows: int) -> None:
         """Double the buffer, so that adding a batch takes constant time on average."""
-        first_capacity = _FIRST_CAPACITY if rows < _ROWS_AT_ONCE else 1
+        first_capacity = _FIRST_CAPACITY if rows < ROWS_AT_ONCE else 1
         capacity = max(self._count, first_capacity)
         new = torch.empty(capacity, 4, rows, dtype=torch.float64)
         self._buffer = torch.cat([self._buffer, new]) if self._count else new
@@ -142,59 +142,6 @@ class RangeMemory:
         if self._count:
             merged = torch.cat([self._batches(), merged])
         self._replace(merged)
-
-    def restate(self, other: Memory, companion: Memory | None) -> None:
-        """Fill an empty memory of this spec as if it had seen the batches that `other` has seen
-        for another spec.
-
-        From ranges of the same method, all is taken over. From other ranges, the method
-        "maxmin" can use the extremes of each batch. From a histogram, it can use the extremes
-        of all batches together, if the statistic is "max".
-
-        Args:
-            other: a memory of any kind.
-            companion: another memory of the same values, which may have a histogram.
-
-        Raises:
-            LookupError: `other` lacks statistics that are needed. The message names them.
-        """
-        spec = self.spec
-        if isinstance(other, RangeMemory):
-            batches = other._batches()
-            if replace(other.spec, statistic=spec.statistic) == spec:
-                self._replace(batches.clone())
-            elif spec.method == "maxmin":
-                # The least and the greatest value are the range, too
-                self._replace(batches[:, [2, 3, 2, 3]])
-            else:
-                raise LookupError(
-                    f"{spec.method} needs a histogram of each batch, and the range of each is "
-                    "kept"
-                )
-        elif (spec.method, spec.statistic) == ("maxmin", "max"):
-            low, high = other.extremes()
-            self._replace(torch.stack([low, high, low, high])[None])
-        else:
-            needs = f"{spec.statistic} of {spec.method} needs the range of each batch"
-            raise LookupError(f"{needs}, and one histogram is kept")
-
-    def combine_parts(self, parts: Sequence[tuple[Memory, float]]) -> None:
-        """Fill an empty memory as if it had seen the values of all parts in one tensor.
-
-        It takes the lowest low and the highest high, batch by batch.
-
-        Args:
-            parts: memories of this spec that saw the same batches, each with the power of two
-                that its values are multiplied by.
-        """
-        scaled_parts = []
-        for part, factor in parts:
-            assert isinstance(part, RangeMemory)
-            scaled_parts.append(part._batches() * factor)
-        stacked = torch.stack(scaled_parts)
-        low = stacked.amin(0)
-        high = stacked.amax(0)
-        self._replace(torch.stack([low[:, 0], high[:, 1], low[:, 2], high[:, 3]], 1))
 
     def set_aside(self, keep: Callable[[Tensor], Tensor]) -> None:
         """Replace the tensor, whose size grows with the rows, by `keep` of it, which may move
@@ -275,9 +222,9 @@ class PooledMemory:
         outermost = None
         if batch.outermost is not None and weight != 1:
             # The sample may leave out the outermost values, which matter most
-            outermost = _at_least_float32(batch.outermost).to(rows.device)
+            outermost = at_least_float32(batch.outermost).to(rows.device)
         last = Histogram.of(
-            _at_least_float32(rows), batch.low, batch.high, weight=weight, extra=outermost
+            at_least_float32(rows), batch.low, batch.high, weight=weight, extra=outermost
         )
         self._append(last, 1)
 
@@ -309,23 +256,6 @@ class PooledMemory:
             assert isinstance(other, PooledMemory)
             if not other.is_empty:
                 self._append(other._histogram(), other._batch_count)
-
-    def restate(self, other: Memory, companion: Memory | None) -> None:
-        """Take over the histogram of `other`, or that of its companion."""
-        source = other if isinstance(other, PooledMemory) else companion
-        are_per_tensor = other.spec.qscheme == self.spec.qscheme == "per_tensor"
-        if not isinstance(source, PooledMemory) or not are_per_tensor:
-            raise LookupError(f"{self.spec.method} needs a histogram, and only ranges are kept")
-        self._pool = source._merged()
-        self._batch_count = source._batch_count
-
-    def combine_parts(self, parts: Sequence[tuple[Memory, float]]) -> None:
-        """Merge the histograms of all parts. Scaled values have the same counts."""
-        for part, factor in parts:
-            assert isinstance(part, PooledMemory)
-            scaled = part._histogram().scaled(factor)
-            self._pool = scaled if self._pool is None else self._pool.merge(scaled)
-            self._batch_count = part._batch_count
 
     def set_aside(self, keep: Callable[[Tensor], Tensor]) -> None:
         """Leave the histograms where they are."""
@@ -374,6 +304,6 @@ def memory_of(spec: QuantizationSpec) -> Memory:
     return PooledMemory(spec) if spec.statistic == POOLED else RangeMemory(spec)
 
 
-def _at_least_float32(rows: Tensor) -> Tensor:
+def at_least_float32(rows: Tensor) -> Tensor:
     """Return rows of half precision as float32, and others as they are."""
     return rows.to(torch.promote_types(rows.dtype, torch.float32)).contiguous()

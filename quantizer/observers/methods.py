@@ -147,7 +147,7 @@ def percentile(values: ObservedValues, spec: QuantizationSpec) -> LowHigh:
     if spec.percentage >= 100:
         return values.low, values.high
     share = values.magnitudes.cumsum(1) / values.magnitudes.sum(1, keepdim=True)
-    wanted = torch.full((len(share), 1), spec.percentage / 100, dtype=torch.float64)
+    wanted = share.new_full((len(share), 1), spec.percentage / 100)
     bins = torch.searchsorted(share, wanted).squeeze(1).clamp(1, BINS)
     return values.clipped(values.width * bins)
 
@@ -167,7 +167,9 @@ def entropy(values: ObservedValues, spec: QuantizationSpec) -> LowHigh:
     levels = min(spec.quant_max + 1, BINS)
     counts = values.magnitudes.clone()
     counts[:, 0] = counts[:, 1]
-    clips = torch.cat([torch.arange(128, 1536, 32), torch.arange(1536, BINS + 1, 16)])
+    coarse = torch.arange(128, 1536, 32, device=counts.device)
+    fine = torch.arange(1536, BINS + 1, 16, device=counts.device)
+    clips = torch.cat([coarse, fine])
     at_once = max(1, _ENTROPY_AT_ONCE // (len(clips) * levels))
     parts = torch.split(counts, at_once)
     divergence = torch.cat([_divergence(part, clips, levels) for part in parts])
@@ -184,7 +186,7 @@ def _divergence(counts: Tensor, clips: Tensor, levels: int) -> Tensor:
     sum P' log m) / sum c - log sum c + log sum_{j<i} c_j, and each term is a difference of
     running sums.
     """
-    edges = -(-clips[:, None] * torch.arange(levels + 1) // levels)
+    edges = -(-clips[:, None] * torch.arange(levels + 1, device=clips.device) // levels)
     totals = _running(counts)
     occupied = _running((counts > 0).double())
     groups = totals[:, edges].diff(dim=2)

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from quantizer.numerics.blocks import BLOCK_SIZE, flatten_memory, memory_order
 from quantizer.numerics.granularity import Cut, to_rows
-from quantizer.numerics.histogram import BINS, Histogram
+from quantizer.numerics.histogram import BINS, Histogram, count_bins
 
 SAMPLE_SIZE = 1 << 17
 """How many values a sample has at most."""
@@ -67,7 +67,11 @@ def extremes(rows: Tensor) -> LowHigh:
     below. If a row has none, all rows are reduced once more, as floats.
     """
     count, length = rows.shape
-    if count == 1 or (rows.is_cpu and length >= _LONG_ROW):
+    if not rows.is_cpu:
+        # Nothing waits there, and one call is faster than several
+        low, high = rows.aminmax(dim=1)
+        return low, high
+    if count == 1 or length >= _LONG_ROW:
         lows, highs = zip(*(row.aminmax() for row in rows), strict=True)
         return torch.stack(lows), torch.stack(highs)
     # Torch reduces narrow dtypes slowly
@@ -128,13 +132,13 @@ def by_index(x: Tensor) -> Tensor:
 
 
 def largest_by_index(x: Tensor) -> Tensor:
-    """Return the largest magnitude at each index of the first axis, float64 on the CPU.
+    """Return the largest magnitude at each index of the first axis, float64.
 
     >>> largest_by_index(torch.tensor([[1.0, -3.0], [2.0, 0.0]]))
     tensor([3., 2.], dtype=torch.float64)
     """
     low, high = extremes(by_index(x))
-    return torch.maximum(-low, high).double().cpu()
+    return torch.maximum(-low, high).double()
 
 
 def slices(x: Tensor) -> tuple[Tensor, int]:
@@ -156,7 +160,8 @@ def slices(x: Tensor) -> tuple[Tensor, int]:
 
 class ObservedValues(ABC):
     """Values in R rows, as range methods read them: the extremes `low` and `high` (R,), and a
-    histogram.
+    histogram. They are on the CPU, or on the device of the values for a method whose row says
+    that it is `device_ready`.
     """
 
     low: Tensor
@@ -165,7 +170,7 @@ class ObservedValues(ABC):
     @property
     @abstractmethod
     def histogram(self) -> Tensor:
-        """Return counts in bins around 0, (R, 2 * BINS) float64 on the CPU."""
+        """Return counts in bins around 0, (R, 2 * BINS) float64, where `low` is."""
 
     @property
     def width(self) -> Tensor:
@@ -179,7 +184,7 @@ class ObservedValues(ABC):
 
     @cached_property
     def magnitudes(self) -> Tensor:
-        """Return counts of magnitudes in bins from 0, (R, BINS) float64 on the CPU."""
+        """Return counts of magnitudes in bins from 0, (R, BINS) float64."""
         return self.histogram[:, BINS:] + self.histogram[:, :BINS].flip(1)
 
     def clipped(self, clip: Tensor) -> LowHigh:
@@ -238,7 +243,7 @@ class ObservedBatch(ObservedValues):
 
     Attributes:
         rows: (R, N) the values.
-        low, high: (R,) the extremes of each row, in the same dtype, on the CPU.
+        low, high: (R,) the extremes of each row, in the same dtype.
         outermost: (1, 2 * B) the extremes of each index of the first axis, if `slices` leaves
             out values; otherwise None.
         tensor: the values in their own shape; None in a part of a batch whose rows are no
@@ -294,21 +299,12 @@ class ObservedBatch(ObservedValues):
         stride = stride_for(self.rows.shape[1], per_row)
         return self.rows[:, ::stride].to(dtype).contiguous()
 
-    def counted(self) -> CountedBatches:
-        """Return the histogram of each row's sample: 2 * BINS equal bins over [-amax, amax], as
-        int64 on the CPU.
+    def counted(self, limit: int = SAMPLE_SIZE) -> CountedBatches:
+        """Return the histogram of each row's sample of at most `limit` values: 2 * BINS equal
+        bins over [-amax, amax], as int64 where the extremes are.
         """
-        sample = self.sample()
-        rows = len(sample)
-        bins = 2 * BINS
+        sample = self.sample(limit)
         amax = torch.where(self.amax == 0, 1.0, self.amax).to(sample)
         position = (sample / amax[:, None]).mul_(BINS).add_(BINS)
-        index = position.clamp_(0, bins - 1).to(torch.int32)
-        # One bincount for all rows: each row has its own bins
-        if rows > 1:
-            first_bins = torch.arange(
-                0, rows * bins, bins, dtype=torch.int32, device=index.device
-            )
-            index += first_bins[:, None]
-        counts = torch.bincount(index.view(-1), minlength=rows * bins).view(rows, bins)
-        return CountedBatches(self.low, self.high, counts.cpu())
+        counts = count_bins(position.clamp_(0, 2 * BINS - 1).to(torch.int32))
+        return CountedBatches(self.low, self.high, counts.to(self.low.device))

@@ -5,7 +5,7 @@ values.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -234,51 +234,6 @@ class Observer:
                 self._shape = other._shape
         self._memory.merge(*(other._memory for other in others))
         self._qparams = None
-
-    def restated(self, spec: QuantizationSpec, companion: Observer | None = None) -> Observer:
-        """Return the observer that would have seen the same batches for another spec of the
-        same granularity.
-
-        Args:
-            spec: with another method, percentage or statistic.
-            companion: an observer of the same values that may have a histogram.
-
-        Raises:
-            ValueError: no range exists for this spec, or its granularity is another.
-            LookupError: the statistics do not suffice. The message says what is missing.
-        """
-        if spec.cut != self.spec.cut:
-            raise ValueError(
-                f"What was observed {self.spec.qscheme} cannot be restated {spec.qscheme}."
-            )
-        other = Observer(spec)
-        companion_memory = companion._memory if companion else None
-        other._memory.restate(self._memory, companion_memory)
-        other._shape = self._shape
-        return other
-
-    @classmethod
-    def of_parts(
-        cls, spec: QuantizationSpec, parts: Sequence[tuple[Observer, float]]
-    ) -> Observer:
-        """Return the observer that would have seen several tensors in one, with one scale.
-
-        Args:
-            spec: the spec of all parts.
-            parts: the tensors' observers, which saw the same batches, and the powers of two
-                that their values are multiplied with.
-
-        Raises:
-            ValueError: a part has another spec, or several scales.
-        """
-        are_alike = all(part.spec == spec for part, _ in parts)
-        if not spec.has_one_scale or not are_alike:
-            raise ValueError(
-                f"Observers can only be combined if all have this spec, with one scale: {spec}."
-            )
-        combined = cls(spec)
-        combined._memory.combine_parts([(part._memory, factor) for part, factor in parts])
-        return combined
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Return how to rebuild it in another process: from its state."""

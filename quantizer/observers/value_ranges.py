@@ -14,7 +14,7 @@ from quantizer.numerics.formats import POWERS_OF_TWO, SMALLEST_SCALE, CodeRange
 from quantizer.numerics.group_search import SearchedFormat, searched_scales
 from quantizer.numerics.integer import LARGEST_PAIR_SUM, largest_pair_sums
 from quantizer.numerics.qparams import qparams_from_range
-from quantizer.observers.least_error import least_power
+from quantizer.observers.least_error import halvings, least_power
 from quantizer.observers.methods import code_range_of, round_rows, searched_format
 from quantizer.observers.observed_batch import LowHigh, ObservedBatch, ObservedValues
 
@@ -41,7 +41,7 @@ def diffs(values: ObservedValues, spec: QuantizationSpec) -> LowHigh:
     # `Observer` refuses this method for all batches together
     assert isinstance(values, ObservedBatch)
     sample = values.sample(_DIFFS_SAMPLE_SIZE)
-    factors = 0.5 ** torch.arange(_DIFFS_CANDIDATES, dtype=torch.float64)
+    factors = halvings(_DIFFS_CANDIDATES, values.low.device)
     low = (values.low * factors[:, None]).view(-1)
     high = (values.high * factors[:, None]).view(-1)
     qparams = qparams_from_range(low, high, code_range_of(spec)).to(sample.device)
@@ -49,7 +49,7 @@ def diffs(values: ObservedValues, spec: QuantizationSpec) -> LowHigh:
     rows = quantized.view(-1, sample.shape[1])
     round_rows(rows, qparams.scale.to(sample.dtype), qparams.zero_point, spec)
     errors = quantized.sub_(sample).square_().sum(2)
-    best = factors[errors.argmin(0).cpu()]
+    best = factors[errors.argmin(0).to(factors.device)]
     return values.low * best, values.high * best
 
 
@@ -78,7 +78,8 @@ def pair_safe(values: ObservedValues, spec: QuantizationSpec) -> LowHigh:
         sums = torch.maximum(sums, largest_pair_sums(padded))
     if spec.has_one_scale:
         sums = sums.amax(0, keepdim=True)
-    step = 2 * sums.double().cpu() / LARGEST_PAIR_SUM * (1 + _ROUNDING)
+    sums = sums.double().to(values.low.device)
+    step = 2 * sums / LARGEST_PAIR_SUM * (1 + _ROUNDING)
     # Weights of zero have no range to widen
     factor = (step * code_range_of(spec).largest / values.amax).nan_to_num(1.0).clamp(min=1.0)
     return values.low * factor, values.high * factor
@@ -175,8 +176,8 @@ def _tried(sample: Tensor, low: Tensor, high: Tensor, spec: QuantizationSpec) ->
     ratio = product / square
     refit = ratio.where(product > 0, 1.0)
     errors = rounded.sub_(sample).square_()
-    error = errors.sum(1).double().cpu()
-    return _GroupRanges(low, high, error, refit.cpu())
+    error = errors.sum(1).double()
+    return _GroupRanges(low, high, error.to(low.device), refit.to(low.device))
 
 
 def searched_range(values: ObservedBatch, searched: SearchedFormat) -> LowHigh:

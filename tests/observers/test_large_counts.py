@@ -16,7 +16,7 @@ ONES = torch.ones(1).expand(1, MANY)
 
 def test_a_bin_holds_more_values_than_float32_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     """With a sample that large; the bounded one has fewer."""
-    monkeypatch.setattr(ObservedBatch, "sample", lambda batch: batch.rows.contiguous())
+    monkeypatch.setattr(ObservedBatch, "sample", lambda batch, _: batch.rows.contiguous())
     counts = ObservedBatch(ONES, torch.ones(1), torch.ones(1)).histogram
     assert counts.sum() == counts.max() == MANY
 

@@ -8,6 +8,7 @@ import torch
 
 from quantizer.config.model import QuantizationSpec
 from quantizer.observers import NegativeValuesError, Observer
+from quantizer.observers.combined import combine
 from quantizer.observers.observed_batch import SAMPLE_SIZE, ObservedBatch, as_rows, stride_for
 
 SPEC = QuantizationSpec()
@@ -143,7 +144,7 @@ def test_only_observers_of_one_scale_and_one_spec_are_combined():
     channels = replace(SPEC, qscheme="per_channel", ch_axis=0)
     for spec, other in ((SPEC, POWER_OF_TWO), (channels, channels)):
         with pytest.raises(ValueError, match="with one scale"):
-            Observer.of_parts(spec, [(Observer(spec), 1.0), (Observer(other), 1.0)])
+            combine(spec, [(Observer(spec), 1.0), (Observer(other), 1.0)])
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,8 @@
 """A second device for machines without one, `torch.device("strict")`: it computes on the CPU
 and mixes with nothing.
 
-An operator that is given tensors of both devices raises, as with CUDA; and what goes from one
-to the other is recorded.
+An operator that is given tensors of both devices raises, as with CUDA. What goes from one to
+the other is recorded, and what else the CPU would wait for.
 """
 
 from __future__ import annotations
@@ -30,13 +30,25 @@ SCALARS_OF_THE_CPU = (
     aten.index_put_.default,
 )
 """Operators that are not elementwise and take a number as a tensor of the CPU, on CUDA too."""
+INDEXED = (
+    aten.index.Tensor,
+    aten.index_put.default,
+    aten.index_put_.default,
+    aten._index_put_impl_.default,
+)
+"""Operators that wait only for the size of what a mask selects."""
+COPY, WAIT, UPLOAD = "copy", "wait", "upload"
+"""What the CPU waits for: values that go to it, a size or an answer that it asks for, and
+values of memory that is not pinned that go to the device.
+"""
 
 
 class Transfer(NamedTuple):
-    """Values that went to the CPU: from which function of the package, and how many."""
+    """What the CPU waited for: in which function of the package, and for how many values."""
 
     place: str
     values: int
+    kind: str = COPY
 
 
 _recorded: list[Transfer] | None = None
@@ -138,7 +150,12 @@ def _run(func: Any, args: Any, kwargs: Any) -> Any:
         or func is aten._local_scalar_dense.default
         or _is_to_cpu(func, args)
     ):
-        _record(max(tensor.numel() for tensor in ours))
+        _record(max(tensor.numel() for tensor in ours), COPY)
+    elif ours and _waits(func, args):
+        _record(0, WAIT)
+    elif made_here and _is_upload(func, args):
+        source = args[1] if func is aten.copy_.default else args[0]
+        _record(source.numel(), UPLOAD)
     inside = pytree.tree_map_only(StrictTensor, lambda tensor: tensor.values, (args, kwargs))
     out = func(*inside[0], **inside[1])
     if _is_to_cpu(func, args):
@@ -154,6 +171,27 @@ def _run(func: Any, args: Any, kwargs: Any) -> Any:
 
 def _is_to_cpu(func: Any, args: Any) -> bool:
     return func is aten.copy_.default and not isinstance(args[0], StrictTensor)
+
+
+def _waits(func: Any, args: Any) -> bool:
+    """Return whether a GPU would have to be done before the operator returns: what comes out,
+    or its size, depends on values.
+    """
+    if func in INDEXED:
+        masks = (torch.bool, torch.uint8)
+        is_masked = any(index is not None and index.dtype in masks for index in args[1])
+        # One value for all that a mask selects is filled in without a count
+        return is_masked and not (len(args) > 2 and args[2].numel() == 1)
+    return bool(
+        {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape} & {*func.tags}
+    )
+
+
+def _is_upload(func: Any, args: Any) -> bool:
+    """Return whether an operator copies from the CPU to the device."""
+    if func is aten.copy_.default:
+        return isinstance(args[0], StrictTensor) and not isinstance(args[1], StrictTensor)
+    return func is aten._to_copy.default and not isinstance(args[0], StrictTensor)
 
 
 def _check(func: Any, ours: list[StrictTensor], others: list[Tensor]) -> None:
@@ -178,14 +216,14 @@ def _place() -> str:
     return ""
 
 
-def _record(values: int) -> None:
+def _record(values: int, kind: str) -> None:
     if _recorded is not None:
-        _recorded.append(Transfer(_place(), values))
+        _recorded.append(Transfer(_place(), values, kind))
 
 
 @contextmanager
 def recorded() -> Iterator[list[Transfer]]:
-    """What goes to the CPU while this lasts."""
+    """What the CPU waits for while this lasts."""
     global _recorded
     _recorded, before = [], _recorded
     try:

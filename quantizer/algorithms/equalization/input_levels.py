@@ -28,9 +28,8 @@ from quantizer.comparison.extents import (
 from quantizer.config.roles import is_parameter, parameter_role
 from quantizer.config.wording import first_names
 from quantizer.graph.edits import by_channel, input_weights
-from quantizer.nn.network import Network
+from quantizer.nn.network import Network, Watchers
 from quantizer.nn.quantizer import TensorQuantizer
-from quantizer.observers import find_ranges
 from quantizer.plan.floating import ancestors, input_values
 from quantizer.plan.model import Key, Plan, TensorPlan
 from quantizer.plan.readers import InputReaders, channel_names, input_readers
@@ -220,13 +219,16 @@ def _measured(
             reached[key] = tensor
     part = replace(plan, tensors=reached, joins=())
     calibration = observing.create_observers(part)
-    watching = observing.watchers(calibration)
+    watching = observing.Watching(calibration)
     network = Network(graph)
+
+    def advance(batch: Batch, watchers: Watchers) -> None:
+        network.start(batch.args, batch.kwargs).advance(stop, watchers)
+
     first_batches = [*_few(batches, readers)]
     for number, batch in enumerate(first_batches):
         with prefix_batch_errors(number, batch), torch.no_grad():
-            network.start(batch.args, batch.kwargs).advance(stop, watching)
-            find_ranges(calibration.calibrated.values())
+            watching.observe(partial(advance, batch))
     quantized = quantized_network(graph, observing.observed_solution(calibration))
     measured = []
     for row in readers:

@@ -26,6 +26,7 @@ from quantizer.config.roles import base_role
 from quantizer.config.wording import first_names
 from quantizer.errors import ResultError, UsageError
 from quantizer.observers import Observer
+from quantizer.observers.restated import restated
 from quantizer.plan.model import Key, TensorSpecs
 from quantizer.results.write import scale_positions
 
@@ -168,7 +169,7 @@ class RetunedFolder:
                 if histogram is not None:
                     distribution = _observer(DISTRIBUTION, histogram)
                 try:
-                    observer = _observer(spec, states[owner]).restated(after, distribution)
+                    observer = restated(_observer(spec, states[owner]), after, distribution)
                 except (LookupError, ValueError) as error:
                     layer, role = owner
                     missing.setdefault(str(error), []).append(f"{role} of {layer}")
