@@ -2,7 +2,6 @@
 that a value does not fit.
 """
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,15 +13,13 @@ from quantizer.calibration.solution import Solution, writes_inplace
 from quantizer.config.json_types import fits
 from quantizer.config.model import QuantizationSpec
 from quantizer.config.roles import is_parameter, parameter_name
-from quantizer.graph.edits import Insertion, channels_of, with_insertions
+from quantizer.graph.edits import Insertion, channels_of
 from quantizer.graph.ir import Graph, Node
-from quantizer.layerwise.adjustment import Adjustment
 from quantizer.nn.quantizer import QuantizedTensor
 from quantizer.numerics.codes import storage_dtype
 from quantizer.numerics.formats import has_minimum
 from quantizer.numerics.granularity import scale_shape
 from quantizer.numerics.qparams import QParams
-from quantizer.plan.model import TensorSpecs
 from quantizer.storage.deferred_tensor import DeferredTensor
 from quantizer.storage.files import damaged
 
@@ -82,7 +79,7 @@ def check_solution(
             raise damaged(path, f"tensors/{layer}/{role}", fault)
     replaced = {"weights": solution.weights, "rescaled": solution.rescaled}
     for kind, parameters in replaced.items():
-        for layer, key, reason in _parameter_faults(graph, parameters):
+        for layer, key, reason in parameter_faults(graph, parameters):
             raise damaged(path, f"header/replaced/{layer}/{kind}/{key}", reason)
     for layer, value in solution.corrections.items():
         if not _is_correction(graph, layer, value):
@@ -200,16 +197,16 @@ def _bias_shape(graph: Graph, node: Node) -> tuple[int, ...] | None:
     return None
 
 
-def _parameter_faults(graph: Graph, parameters: _Parameters) -> Iterator[tuple[str, str, str]]:
+def parameter_faults(graph: Graph, parameters: _Parameters) -> Iterator[tuple[str, str, str]]:
     """Yield layer and key of each parameter that does not fit its layer, and why."""
     for layer, values in parameters.items():
         for key, value in values.items():
-            fault = _parameter_fault(graph, layer, key, value)
+            fault = parameter_fault(graph, layer, key, value)
             if fault:
                 yield layer, key, fault
 
 
-def _parameter_fault(graph: Graph, layer: str, key: str, value: Tensor) -> str | None:
+def parameter_fault(graph: Graph, layer: str, key: str, value: Tensor) -> str | None:
     """Return why a tensor cannot replace a layer's parameter, or be the bias of a layer without
     one.
     """
@@ -228,39 +225,6 @@ def _parameter_fault(graph: Graph, layer: str, key: str, value: Tensor) -> str |
     if value.dtype != like.dtype:
         return f"it is of {value.dtype}, and the parameter of {like.dtype}"
     return None if is_sound(value) else "it is not finite"
-
-
-def check_adjustment(
-    adjustment: Adjustment, graph: Graph, specs: TensorSpecs, what: str
-) -> None:
-    """Refuse what algorithms have found, as a checkpoint has it, if it does not fit the model.
-
-    Raises:
-        ResultError: naming the layer.
-    """
-    check_insertions(adjustment.insertions, graph, what)
-    graph = with_insertions(graph, adjustment.insertions)
-    for layer, _, reason in _parameter_faults(graph, adjustment.parameters):
-        raise damaged(what, layer, reason)
-    qparams = list(adjustment.qparams.items())
-    for layer, rounded in adjustment.rounded.items():
-        fault = _parameter_fault(graph, layer, "weight", rounded.weight)
-        if fault:
-            raise damaged(what, layer, fault)
-        if not math.isfinite(rounded.before) or not math.isfinite(rounded.after):
-            raise damaged(what, "the errors of layers", "they are not finite")
-        qparams.append((layer, rounded.qparams))
-    for layer, values in qparams:
-        spec = specs.get((layer, "weights"))
-        if spec is None:
-            raise damaged(what, layer, "its weights are not quantized")
-        node = graph.by_name.get(layer)
-        shape: tuple[int, ...] = ()
-        if node is not None and "weight" in node.params:
-            shape = tuple(graph.weight(node).shape)
-        fault = qparams_fault(spec, shape, values)
-        if fault:
-            raise damaged(what, layer, fault)
 
 
 def is_sound(value: Tensor) -> bool:

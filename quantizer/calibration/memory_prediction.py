@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
 
-from quantizer.config.algorithms import Algorithm
 from quantizer.config.model import ResolvedConfig
 from quantizer.config.roles import is_parameter
 from quantizer.errors import OutOfMemoryError
@@ -28,21 +27,12 @@ logger = logging.getLogger(__name__)
 
 COPIES = 4
 """Copies of a weight in its own dtype while it is rounded, compared or decoded."""
-SEARCHED = 8
-"""Copies in float32 while the scales of a weight are searched."""
-IN_COLUMNS = 14
-"""Copies in float32 while a weight is rounded column by column. They are float, rounded,
-transposed and ordered, with errors, scales and zero points, and a second solution. All layers
-with one input are solved together.
-"""
 HOLES = 1.65
 """The ratio of resident to used memory for blocks that are not mapped, due to fragmentation of
 the heap within a pass. Measured on images: 1.5 to 2.5.
 """
 MAPPED = 32 << 20
 """Bytes from which glibc maps every block."""
-GRADIENTS = 2
-"""Copies of an output while its gradient is drawn."""
 PLANE = 2
 """The spatial axes of a convolution of images."""
 SURE = 1.2
@@ -89,12 +79,12 @@ def calibration_bytes(
     layers = _quantized_layers(plan.tensors)
     peak = _weights_bytes(graph, layers)
     if plan.needs_data or finetuned or any(settings.needs_data for settings in algorithms):
-        peak = max(peak, _reordered_bytes(graph) + _pass_bytes(graph, data.size))
-    for settings in algorithms:
-        if settings.kind.matrices:
-            peak = max(peak, _algorithm_bytes(graph, layers, settings, data))
-        if getattr(settings.settings, "guidance", 0):
-            peak = max(peak, _backward_bytes(graph, data.size))
+        peak = max(peak, _reordered_bytes(graph) + pass_bytes(graph, data.size))
+    if algorithms:
+        # Few configs have algorithms
+        from quantizer.calibration.algorithm_memory import algorithm_bytes
+
+        peak = max(peak, algorithm_bytes(graph, layers, algorithms, data))
     if finetuned or plan.corrected:
         peak = max(peak, _layer_by_layer_bytes(graph, data, both=finetuned))
     if graph.is_deferred:
@@ -118,7 +108,7 @@ def comparison_bytes(graph: Graph, specs: TensorSpecs, size: int, batches: int =
             continue
         during, after = alive[node.name]
         value = value_bytes(graph, node.name, size)
-        working = working_bytes(graph, node, size) + _read_bytes(graph, node)
+        working = working_bytes(graph, node, size) + read_bytes(graph, node)
         running = _resident(graph, after + during + working, value, copies=2)
         # The quantized value, and its difference from the float one
         comparing = _resident(graph, 2 * after + 3 * value, value, copies=5)
@@ -261,74 +251,16 @@ def _reordered_bytes(graph: Graph) -> int:
     return total
 
 
-def _pass_bytes(graph: Graph, size: int, stop: int | None = None) -> int:
+def pass_bytes(graph: Graph, size: int, stop: int | None = None) -> int:
     """Return the bytes for one batch of `size` samples, up to the node of index `stop`."""
     alive = alive_bytes(graph, size)
     peak = 0
     for node in graph.nodes[:stop]:
         during, _ = alive[node.name]
-        working = working_bytes(graph, node, size) + _read_bytes(graph, node)
+        working = working_bytes(graph, node, size) + read_bytes(graph, node)
         value = value_bytes(graph, node.name, size)
         peak = max(peak, _resident(graph, during + working, value))
     return peak
-
-
-def _algorithm_bytes(
-    graph: Graph, layers: Collection[str], settings: Algorithm, data: BatchSizes
-) -> int:
-    """Return the bytes for an algorithm with Gram matrices: the values of all batches that it
-    stores, and the matrices and weights of a group of layers with one input.
-    """
-    # Only configs with such an algorithm need it
-    from quantizer.layerwise.gram import DEEPEST
-
-    groups: dict[str, list[Node]] = {}
-    for name in layers:
-        node = graph.by_name[name]
-        if node.is_multiplying and _depth(graph, node) <= DEEPEST:
-            source = next(node.refs())
-            groups.setdefault(source, []).append(node)
-    alive = alive_bytes(graph, data.size)
-    solving = 0
-    stored = 0
-    last = 0
-    for source, nodes in groups.items():
-        solving = max(solving, 4 * _solving_values(graph, nodes, settings))
-        _, after = alive[source]
-        stored = max(stored, after)
-        for node in nodes:
-            last = max(last, graph.index[node.name])
-    stored = data.stored_bytes(settings.kind.networks * stored)
-    return stored + max(solving, _pass_bytes(graph, data.size, last))
-
-
-def _backward_bytes(graph: Graph, size: int) -> int:
-    """Return the bytes for a backward pass of one batch: what operators read, all weights that
-    are read from files, and the gradients of the last value. Layers keep no inputs, as the
-    gradients of their weights are not computed.
-    """
-    total = 0
-    values: set[str] = set()
-    for node in graph.nodes:
-        total += _read_bytes(graph, node)
-        if not node.params:
-            values.update(node.refs())
-    last = GRADIENTS * value_bytes(graph, graph.nodes[-1].name, size)
-    return total + last + sum(value_bytes(graph, name, size) for name in values)
-
-
-def _solving_values(graph: Graph, nodes: Sequence[Node], settings: Algorithm) -> int:
-    """Return how many float32 values an algorithm needs for the weights of one group."""
-    kind = settings.kind
-    sizes = [graph.weight(node).numel() for node in nodes]
-    matrix = max(_groups(node) * _depth(graph, node) ** 2 for node in nodes)
-    matrices = kind.matrices * matrix
-    if settings.stage != "round":
-        return SEARCHED * max(sizes) + matrices
-    # First the matrix is factored, then weights are rounded with what is left of it
-    factoring = matrices + COPIES * sum(sizes)
-    rounding = (1 + kind.networks) * matrix + IN_COLUMNS * sum(sizes)
-    return max(factoring, rounding)
 
 
 def _layer_by_layer_bytes(graph: Graph, data: BatchSizes, *, both: bool) -> int:
@@ -349,20 +281,7 @@ def _layer_by_layer_bytes(graph: Graph, data: BatchSizes, *, both: bool) -> int:
     return data.stored_bytes(stored) + working
 
 
-def _depth(graph: Graph, node: Node) -> int:
-    """Return the inputs of each output channel of a layer."""
-    weight = graph.weight(node)
-    channels = weight.shape[0]
-    if node.row.transposed:
-        channels = weight.shape[1] * _groups(node)
-    return weight.numel() // channels
-
-
-def _groups(node: Node) -> int:
-    return int(node.attrs.get("groups", 1))
-
-
-def _read_bytes(graph: Graph, node: Node) -> int:
+def read_bytes(graph: Graph, node: Node) -> int:
     """Return the bytes of the parameters that are read from files for this node."""
     total = 0
     for path in node.params.values():

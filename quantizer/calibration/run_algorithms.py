@@ -4,6 +4,7 @@ Each algorithm is a function that its settings name.
 """
 
 import logging
+import math
 import statistics
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -16,7 +17,12 @@ from torch import Tensor
 
 from quantizer.calibration import fingerprint
 from quantizer.calibration.events import RunStage, Snapshot
-from quantizer.calibration.fits_model import check_adjustment
+from quantizer.calibration.fits_model import (
+    check_insertions,
+    parameter_fault,
+    parameter_faults,
+    qparams_fault,
+)
 from quantizer.calibration.request import CalibrationRequest, CalibrationState
 from quantizer.calibration.snapshots import (
     other_run,
@@ -30,7 +36,7 @@ from quantizer.calibration.target import AlgorithmScope
 from quantizer.config.algorithms import ALGORITHMS, Algorithm, algorithm_entry
 from quantizer.config.wording import counted, first_names
 from quantizer.errors import ModelError
-from quantizer.graph.edits import Insertion
+from quantizer.graph.edits import Insertion, with_insertions
 from quantizer.graph.ir import Graph
 from quantizer.graph.structure.definitions import Structure
 from quantizer.graph.structure.find import find_structure
@@ -45,8 +51,10 @@ from quantizer.layerwise.adjustment import (
 from quantizer.nn.network import Network
 from quantizer.numerics.qparams import QParams
 from quantizer.observers import NonFiniteError, require_finite
+from quantizer.plan.model import TensorSpecs
 from quantizer.plugins import loaded
 from quantizer.sources.batches import Batch
+from quantizer.storage.files import damaged
 
 _TOLERANCE = 1e-3
 """Outputs of a rescaled float network may differ by this share of the largest; more draws a
@@ -337,3 +345,36 @@ def _difference_line(graph: Graph, adjustment: Adjustment, batch: Batch) -> tupl
 def _outputs(graph: Graph, batch: Batch) -> Sequence[Tensor]:
     """Return the floating-point outputs of a float network."""
     return Network(graph).start(batch.args, batch.kwargs).advance().float_outputs()
+
+
+def check_adjustment(
+    adjustment: Adjustment, graph: Graph, specs: TensorSpecs, what: str
+) -> None:
+    """Refuse what algorithms have found, as a checkpoint has it, if it does not fit the model.
+
+    Raises:
+        ResultError: naming the layer.
+    """
+    check_insertions(adjustment.insertions, graph, what)
+    graph = with_insertions(graph, adjustment.insertions)
+    for layer, _, reason in parameter_faults(graph, adjustment.parameters):
+        raise damaged(what, layer, reason)
+    qparams = list(adjustment.qparams.items())
+    for layer, rounded in adjustment.rounded.items():
+        fault = parameter_fault(graph, layer, "weight", rounded.weight)
+        if fault:
+            raise damaged(what, layer, fault)
+        if not math.isfinite(rounded.before) or not math.isfinite(rounded.after):
+            raise damaged(what, "the errors of layers", "they are not finite")
+        qparams.append((layer, rounded.qparams))
+    for layer, values in qparams:
+        spec = specs.get((layer, "weights"))
+        if spec is None:
+            raise damaged(what, layer, "its weights are not quantized")
+        node = graph.by_name.get(layer)
+        shape: tuple[int, ...] = ()
+        if node is not None and "weight" in node.params:
+            shape = tuple(graph.weight(node).shape)
+        fault = qparams_fault(spec, shape, values)
+        if fault:
+            raise damaged(what, layer, fault)

@@ -4,22 +4,24 @@ Sees the inputs of layers only; solves nothing.
 """
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from functools import cached_property
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import cached_property, partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from quantizer.config.wording import first_names
-from quantizer.distributed import Ranks
+from quantizer.distributed import ALONE, Ranks
 from quantizer.errors import DataError
 from quantizer.graph.structure.definitions import InputGroup
 from quantizer.layerwise.adjustment import Task
 from quantizer.layerwise.patches import by_input, is_linear, matrix_shape, windows
+from quantizer.layerwise.sequential_runner import no_batches
 from quantizer.nn import ExpertLinear
-from quantizer.nn.network import Network
+from quantizer.nn.network import Network, Watchers
 from quantizer.observers import NonFiniteError, ObservationError
+from quantizer.sources.batches import Batch, prefix_batch_errors
 
 # Tiles along each side. Nothing is computed below the diagonal: 66 of 144 products
 _TILES = 12
@@ -278,6 +280,43 @@ class GroupSums:
 
     def _is_routed(self, layer: str) -> bool:
         return self._grams[self._geometry[layer]].is_routed
+
+
+def observe_all(
+    network: Network, batches: Iterable[Batch], watch: Watchers, ranks: Ranks = ALONE
+) -> None:
+    """Run the network over a rank's share of the batches, one by one, and show its values.
+
+    Raises:
+        DataError: there is no batch, or one cannot run; it is named by its number.
+    """
+    number = -1
+    for number, batch in enumerate(batches):
+        if ranks.owns(number):
+            with prefix_batch_errors(number, batch), torch.no_grad():
+                network.observe(batch.args, batch.kwargs, watch)
+    if number < 0:
+        raise no_batches()
+
+
+def watching(network: Network, layer: str, take: Callable[..., None]) -> tuple[str, Watchers]:
+    """Return the node up to which a network has to run for the inputs of a layer, and watchers
+    that call `take` with these inputs once for each batch.
+    """
+    sources = network.graph.by_name[layer].operands
+    last = max(sources.values(), key=network.graph.index.__getitem__)
+    if len(sources) == 1:
+        return last, {last: take}
+    seen: dict[str, Tensor] = {}
+
+    def watch(key: str, value: Tensor) -> None:
+        seen[key] = value
+        if len(seen) == len(sources):
+            operands = dict(seen)
+            seen.clear()
+            take(**operands)
+
+    return last, {name: partial(watch, key) for key, name in sources.items()}
 
 
 def _zeros(layer: nn.Module) -> Tensor:

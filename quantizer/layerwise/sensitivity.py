@@ -18,10 +18,10 @@ from quantizer.config.forms.hierarchical_spec import usual_symmetric_scale
 from quantizer.config.model import QuantizationSpec
 from quantizer.errors import DataError, first_line
 from quantizer.graph.tracing.parameters import set_parameter
-from quantizer.layerwise.gram import GroupSums
+from quantizer.layerwise.gram import GroupSums, watching
 from quantizer.layerwise.patches import weight_matrix
 from quantizer.layerwise.round_to_nearest import nearest_qparams, output_error
-from quantizer.layerwise.sequential_runner import SequentialRunner, no_batches, watching
+from quantizer.layerwise.sequential_runner import SequentialRunner, no_batches
 from quantizer.nn.network import Execution, Network
 from quantizer.nn.quantizer import QuantizedTensor, TensorQuantizer
 from quantizer.numerics.metrics import energy

@@ -281,23 +281,6 @@ class SequentialRunner:
                 self._store.free(value)
 
 
-def observe_all(
-    network: Network, batches: Iterable[Batch], watch: Watchers, ranks: Ranks = ALONE
-) -> None:
-    """Run the network over a rank's share of the batches, one by one, and show its values.
-
-    Raises:
-        DataError: there is no batch, or one cannot run; it is named by its number.
-    """
-    number = -1
-    for number, batch in enumerate(batches):
-        if ranks.owns(number):
-            with prefix_batch_errors(number, batch), torch.no_grad():
-                network.observe(batch.args, batch.kwargs, watch)
-    if number < 0:
-        raise no_batches()
-
-
 def no_batches(purpose: str = "calibration") -> DataError:
     """Return the error about data for this purpose without any batch."""
     text = f"the {purpose} data has no batches"
@@ -342,26 +325,6 @@ def _joined(parts: Sequence[_NumberedInputs]) -> list[Any]:
         return parts[0][1]
     all_inputs = [inputs for _, inputs in parts]
     return [torch.cat(values) for values in zip(*all_inputs, strict=True)]
-
-
-def watching(network: Network, layer: str, take: Callable[..., None]) -> tuple[str, Watchers]:
-    """Return the node up to which a network has to run for the inputs of a layer, and watchers
-    that call `take` with these inputs once for each batch.
-    """
-    sources = network.graph.by_name[layer].operands
-    last = max(sources.values(), key=network.graph.index.__getitem__)
-    if len(sources) == 1:
-        return last, {last: take}
-    seen: dict[str, Tensor] = {}
-
-    def watch(key: str, value: Tensor) -> None:
-        seen[key] = value
-        if len(seen) == len(sources):
-            operands = dict(seen)
-            seen.clear()
-            take(**operands)
-
-    return last, {name: partial(watch, key) for key, name in sources.items()}
 
 
 _BYTES_IF_UNKNOWN = 2 << 30

@@ -55,6 +55,7 @@ from quantizer.layerwise.gram import (
     GroupSums,
     deepest,
     quantized_layers,
+    watching,
     zero_channels,
 )
 from quantizer.layerwise.patches import weight_matrix
@@ -66,7 +67,7 @@ from quantizer.layerwise.round_to_nearest import (
     steps_before_rounding,
     super_block_remarks,
 )
-from quantizer.layerwise.sequential_runner import ActivationStore, SequentialRunner, watching
+from quantizer.layerwise.sequential_runner import ActivationStore, SequentialRunner
 from quantizer.nn.network import Network
 
 _MIN_FACTOR = 1e-4

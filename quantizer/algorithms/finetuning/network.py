@@ -12,8 +12,8 @@ import torch
 from quantizer.algorithms.finetuning.layers import fast_finetune
 from quantizer.calibration import fingerprint
 from quantizer.calibration.events import RunStage
-from quantizer.calibration.fits_model import check_adjustment
 from quantizer.calibration.request import CalibrationRequest, CalibrationState
+from quantizer.calibration.run_algorithms import check_adjustment
 from quantizer.calibration.snapshots import register_dataclasses, snapshot_of, value_of
 from quantizer.calibration.solution import Solution, quantized_network
 from quantizer.comparison.output_measure import OutputNoises

@@ -41,6 +41,7 @@ from quantizer.layerwise.gram import (
     geometry,
     not_finite_input,
     quantized_layers,
+    watching,
 )
 from quantizer.layerwise.round_to_nearest import (
     nearest,
@@ -48,7 +49,7 @@ from quantizer.layerwise.round_to_nearest import (
     steps_before_rounding,
     super_block_remarks,
 )
-from quantizer.layerwise.sequential_runner import ActivationStore, SequentialRunner, watching
+from quantizer.layerwise.sequential_runner import ActivationStore, SequentialRunner
 from quantizer.nn import ExpertLinear
 from quantizer.nn.network import Network
 from quantizer.observers import ObservationError

@@ -26,9 +26,8 @@ from quantizer.layerwise.adjustment import (
     Task,
     apply_adjustment,
 )
-from quantizer.layerwise.gram import UNREACHED, not_finite_input
+from quantizer.layerwise.gram import UNREACHED, not_finite_input, observe_all
 from quantizer.layerwise.round_to_nearest import layer_qparams, nearest
-from quantizer.layerwise.sequential_runner import observe_all
 from quantizer.nn.network import Network
 from quantizer.numerics.granularity import scale_shape, to_rows
 from quantizer.numerics.group_search import SearchedFormat, searched_scales

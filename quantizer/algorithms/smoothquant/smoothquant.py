@@ -37,10 +37,9 @@ from quantizer.layerwise.fold import (
     shared_folds,
     without_insertions,
 )
-from quantizer.layerwise.gram import geometry, not_finite_input
+from quantizer.layerwise.gram import geometry, not_finite_input, observe_all
 from quantizer.layerwise.patches import by_input, patches, position_count, weight_matrix
 from quantizer.layerwise.round_to_nearest import nearest, nearest_qparams, sampled_rows
-from quantizer.layerwise.sequential_runner import observe_all
 from quantizer.nn.network import Network
 from quantizer.nn.quantizer import TensorQuantizer
 from quantizer.numerics.codes import bits_of
