@@ -16,6 +16,7 @@ _WITH_VALUE = "--color"
 def main() -> NoReturn:
     """Run the command line."""
     process.open_closed()
+    process.wait_briefly()
     _leave_out_foreign_plugins()
     with process.at_once():
         from quantizer.cli import main as command_line

@@ -54,6 +54,31 @@ def test_help_lists_every_command_and_exit_code() -> None:
 
 
 @pytest.mark.parametrize(
+    ("chosen", "told"),
+    [
+        ({}, "10000, None"),
+        ({"GOMP_SPINCOUNT": "7"}, "7, None"),
+        ({"OMP_WAIT_POLICY": "PASSIVE"}, "None, PASSIVE"),
+    ],
+)
+def test_threads_wait_briefly_unless_the_user_has_chosen(
+    chosen: dict[str, str], told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch reads the variables when it is imported, which is before the model is."""
+    names = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")
+    for name in names:
+        monkeypatch.delenv(name, raising=False)
+    model = tmp_path / "model.py"
+    lines = [
+        f"first, second = map(os.environ.get, {names})",
+        'raise OSError(f"{first}, {second}")',
+    ]
+    model.write_text("\n".join(["import os", *lines]), "utf-8")
+    done = run("inspect", "--model", str(model), "--data", "random:1x4", **chosen)
+    assert f"OSError: {told}" in done.stderr
+
+
+@pytest.mark.parametrize(
     ("arguments", "told"),
     [
         ([], "Usage"),

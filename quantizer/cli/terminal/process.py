@@ -55,6 +55,17 @@ def handle_termination() -> None:
             signal.signal(number, _terminated)
 
 
+def wait_briefly() -> None:
+    """Let torch's threads wait for each other in a short loop, unless the user has chosen how.
+    This comes before torch is imported.
+
+    While other programs use the processors, a thread may have to wait for one that is not
+    running. The loop of GNU OpenMP is so long by default that most of the time goes into it.
+    """
+    if "OMP_WAIT_POLICY" not in os.environ:
+        os.environ.setdefault("GOMP_SPINCOUNT", "10000")
+
+
 @contextmanager
 def at_once() -> Iterator[None]:
     """End the process at once if a signal comes meanwhile. An import could swallow or change

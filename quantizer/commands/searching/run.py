@@ -15,7 +15,6 @@ from quantizer.cli.terminal import process
 from quantizer.config.resources import presets
 from quantizer.errors import ModelError, UsageError
 from quantizer.export.destinations import DESTINATIONS, SIZED, about_destinations
-from quantizer.plugins import loaded
 from quantizer.sources.user_code import require_file
 
 _STEPS = "quantizer.commands.searching.full_run:full_run"
@@ -117,5 +116,5 @@ def run(model: str, options: RunOptions) -> None:
             "--preset and --config_file exclude each other", help="give one of them"
         )
     require_file(model, ModelError)
-    full_run: Callable[[Options], None] = loaded(_STEPS)
+    full_run: Callable[[Options], None] = process.load(_STEPS)
     full_run(replace(options, model=model))

@@ -1,10 +1,13 @@
 """Translates a network with torch.onnx, with a mark where each tensor is quantized."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import onnx_ir as ir
 import torch
+from onnxscript import rewriter
 from torch import Tensor, nn
 from torch.export import ExportedProgram
 from torch.utils import _pytree as pytree
@@ -18,6 +21,7 @@ from quantizer.export.programs.program import export_program
 from quantizer.graph.tracing.trace import lean_export
 from quantizer.nn.function import leave_ties_open
 from quantizer.nn.network import Network
+from quantizer.storage.process_memory import pause_garbage_collection
 
 
 class _Mark(nn.Module):
@@ -98,11 +102,13 @@ def translate_network(
     """
     marked = _MarkedNetwork(network, deployment, quantizations)
     tensors = tuple(leaf for leaf in marked.leaves if isinstance(leaf, Tensor))
-    program = translatable(export_program(marked, deployment.graph, (tensors, {})))
     output_names = deployment.output_names
     names = _numbered("input", len(tensors)), _numbered("output", len(output_names))
     try:
-        model = translate_program(program, names, opset)
+        with pause_garbage_collection():
+            exported = export_program(marked, deployment.graph, (tensors, {}))
+            program = translatable(exported)
+            model = translate_program(program, names, opset)
     except torch.onnx.OnnxExporterError as error:
         raise ModelError(
             f"<--deploy onnx>: torch.onnx cannot translate {deployment.graph.model}: "
@@ -124,7 +130,7 @@ def translate_program(
     Raises:
         torch.onnx.OnnxExporterError: torch.onnx does not know an operator.
     """
-    with torch.no_grad(), lean_export():
+    with torch.no_grad(), lean_export(), _pairs_of_slices():
         translated = torch.onnx.export(
             program,
             input_names=names[0],
@@ -138,6 +144,30 @@ def translate_program(
     assert translated is not None
     model: ir.Model = translated.model
     return model
+
+
+@contextmanager
+def _pairs_of_slices() -> Iterator[None]:
+    """Let onnxscript look for a second Slice only where there is a first one.
+
+    Its rule for pairs of Slices would search the whole graph from each node. The time of that
+    grows with the square of the number of nodes.
+    """
+    rules = getattr(rewriter, "_DEFAULT_REWRITE_RULES", ())
+    changed = [rule for rule in rules if rule.name == "SlicesSplit"]
+
+    def match(rule: Any, model: ir.Model, graph: Any, node: ir.Node, **options: Any) -> Any:
+        if node.op_type != "Slice":
+            return None
+        return type(rule).match(rule, model, graph, node, **options)
+
+    for rule in changed:
+        rule.match = partial(match, rule)
+    try:
+        yield
+    finally:
+        for rule in changed:
+            del rule.match
 
 
 def reason_of(error: torch.onnx.OnnxExporterError) -> str:

@@ -117,6 +117,7 @@ class LayerCheck:
 
 UNOPTIMIZED = "ONNX Runtime without optimizations"
 DEFAULT = "a default ONNX Runtime session"
+_LAYERS = "a default ONNX Runtime session that returns the codes of layers"
 WITHOUT_KERNELS = "session.disable_quant_qdq"
 """The entry of a session that computes between DequantizeLinear and QuantizeLinear in float."""
 _EXTERNAL = "session.optimized_model_external_initializers_file_name"
@@ -261,7 +262,7 @@ def _layer_session(
         return None
     watched = replace(file, source=check.model.SerializeToString())
     try:
-        return check, open_session(watched, DEFAULT)
+        return check, open_session(watched, _LAYERS)
     except VerificationError:
         # Its optimizer fails at some networks with more outputs. The file has loaded.
         return None
@@ -271,7 +272,8 @@ def open_session(file: OnnxFile, label: str, folder: str = "") -> onnxruntime.In
     """Return a session of ONNX Runtime.
 
     Args:
-        label: `UNOPTIMIZED` for one without optimizations.
+        label: `UNOPTIMIZED` for one without optimizations. Only `DEFAULT` uses the memory of a
+            value again for a later one.
         folder: where the session writes the profile of its runs, and a default one what its
             optimizer makes of the file.
     """
@@ -281,6 +283,9 @@ def open_session(file: OnnxFile, label: str, folder: str = "") -> onnxruntime.In
     options.add_session_config_entry(STOP_SPINNING, "1")
     if not file.is_for_kernels:
         options.add_session_config_entry(WITHOUT_KERNELS, "1")
+    if label != DEFAULT:
+        # Its plan takes a time that grows with the square of the number of nodes
+        options.enable_mem_reuse = False
     if label == UNOPTIMIZED:
         options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
     elif folder:
