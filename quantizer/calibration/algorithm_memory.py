@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 
-from quantizer.calibration.memory_prediction import COPIES, BatchSizes, pass_bytes, read_bytes
 from quantizer.config.algorithms import Algorithm
 from quantizer.graph.ir import Graph, Node
 from quantizer.layerwise.gram import DEEPEST
-from quantizer.plan.size import alive_bytes, value_bytes
+from quantizer.plan.size import COPIES, alive_bytes, pass_bytes, read_bytes, value_bytes
 
 SEARCHED = 8
 """Copies in float32 while the scales of a weight are searched."""
@@ -22,20 +21,34 @@ GRADIENTS = 2
 
 
 def algorithm_bytes(
-    graph: Graph, layers: Collection[str], algorithms: Iterable[Algorithm], data: BatchSizes
+    graph: Graph,
+    layers: Collection[str],
+    algorithms: Iterable[Algorithm],
+    size: int,
+    stored: Callable[[int], int],
 ) -> int:
-    """Return the most bytes that one of the algorithms takes for the weights of some layers."""
+    """Return the most bytes that one of the algorithms takes.
+
+    Args:
+        layers: whose weights it changes.
+        size: samples per batch.
+        stored: returns the bytes in memory of values of all batches, from those of one.
+    """
     peak = 0
     for settings in algorithms:
         if settings.kind.matrices:
-            peak = max(peak, _matrix_bytes(graph, layers, settings, data))
+            peak = max(peak, _matrix_bytes(graph, layers, settings, size, stored))
         if getattr(settings.settings, "guidance", 0):
-            peak = max(peak, _backward_bytes(graph, data.size))
+            peak = max(peak, _backward_bytes(graph, size))
     return peak
 
 
 def _matrix_bytes(
-    graph: Graph, layers: Collection[str], settings: Algorithm, data: BatchSizes
+    graph: Graph,
+    layers: Collection[str],
+    settings: Algorithm,
+    size: int,
+    stored: Callable[[int], int],
 ) -> int:
     """Return the bytes for an algorithm with Gram matrices: the values of all batches that it
     stores, and the matrices and weights of a group of layers with one input.
@@ -46,18 +59,17 @@ def _matrix_bytes(
         if node.is_multiplying and _depth(graph, node) <= DEEPEST:
             source = next(node.refs())
             groups.setdefault(source, []).append(node)
-    alive = alive_bytes(graph, data.size)
+    alive = alive_bytes(graph, size)
     solving = 0
-    stored = 0
+    kept = 0
     last = 0
     for source, nodes in groups.items():
         solving = max(solving, 4 * _solving_values(graph, nodes, settings))
         _, after = alive[source]
-        stored = max(stored, after)
+        kept = max(kept, after)
         for node in nodes:
             last = max(last, graph.index[node.name])
-    stored = data.stored_bytes(settings.kind.networks * stored)
-    return stored + max(solving, pass_bytes(graph, data.size, last))
+    return stored(settings.kind.networks * kept) + max(solving, pass_bytes(graph, size, last))
 
 
 def _backward_bytes(graph: Graph, size: int) -> int:

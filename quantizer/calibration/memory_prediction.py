@@ -13,11 +13,20 @@ from typing import NamedTuple
 from quantizer.config.model import ResolvedConfig
 from quantizer.config.roles import is_parameter
 from quantizer.errors import OutOfMemoryError
-from quantizer.graph.ir import Graph, Node
+from quantizer.graph.ir import Graph
 from quantizer.layerwise.sequential_runner import half_of_what_is_free
 from quantizer.option_words import Sentence
 from quantizer.plan.model import Key, Plan, TensorSpecs
-from quantizer.plan.size import alive_bytes, value_bytes, working_bytes
+from quantizer.plan.size import (
+    COPIES,
+    HOLES,
+    alive_bytes,
+    pass_bytes,
+    read_bytes,
+    resident_bytes,
+    value_bytes,
+    working_bytes,
+)
 from quantizer.plugins import plugins
 from quantizer.storage import process_memory
 from quantizer.storage.deferred_tensor import DeferredTensor
@@ -25,14 +34,6 @@ from quantizer.storage.process_memory import keeps_freed_blocks, trim_heap
 
 logger = logging.getLogger(__name__)
 
-COPIES = 4
-"""Copies of a weight in its own dtype while it is rounded, compared or decoded."""
-HOLES = 1.65
-"""The ratio of resident to used memory for blocks that are not mapped, due to fragmentation of
-the heap within a pass. Measured on images: 1.5 to 2.5.
-"""
-MAPPED = 32 << 20
-"""Bytes from which glibc maps every block."""
 PLANE = 2
 """The spatial axes of a convolution of images."""
 SURE = 1.2
@@ -84,7 +85,8 @@ def calibration_bytes(
         # Few configs have algorithms
         from quantizer.calibration.algorithm_memory import algorithm_bytes
 
-        peak = max(peak, algorithm_bytes(graph, layers, algorithms, data))
+        found = algorithm_bytes(graph, layers, algorithms, data.size, data.stored_bytes)
+        peak = max(peak, found)
     if finetuned or plan.corrected:
         peak = max(peak, _layer_by_layer_bytes(graph, data, both=finetuned))
     if graph.is_deferred:
@@ -109,9 +111,9 @@ def comparison_bytes(graph: Graph, specs: TensorSpecs, size: int, batches: int =
         during, after = alive[node.name]
         value = value_bytes(graph, node.name, size)
         working = working_bytes(graph, node, size) + read_bytes(graph, node)
-        running = _resident(graph, after + during + working, value, copies=2)
+        running = resident_bytes(graph, after + during + working, value, copies=2)
         # The quantized value, and its difference from the float one
-        comparing = _resident(graph, 2 * after + 3 * value, value, copies=5)
+        comparing = resident_bytes(graph, 2 * after + 3 * value, value, copies=5)
         peak = max(peak, running, comparing)
     if graph.is_deferred:
         others = min(batches, MOST_BATCHES_IN_STEP) - 1
@@ -251,18 +253,6 @@ def _reordered_bytes(graph: Graph) -> int:
     return total
 
 
-def pass_bytes(graph: Graph, size: int, stop: int | None = None) -> int:
-    """Return the bytes for one batch of `size` samples, up to the node of index `stop`."""
-    alive = alive_bytes(graph, size)
-    peak = 0
-    for node in graph.nodes[:stop]:
-        during, _ = alive[node.name]
-        working = working_bytes(graph, node, size) + read_bytes(graph, node)
-        value = value_bytes(graph, node.name, size)
-        peak = max(peak, _resident(graph, during + working, value))
-    return peak
-
-
 def _layer_by_layer_bytes(graph: Graph, data: BatchSizes, *, both: bool) -> int:
     """Return the bytes for a network, or `both` networks, that computes each node for all
     batches before the next one.
@@ -281,28 +271,8 @@ def _layer_by_layer_bytes(graph: Graph, data: BatchSizes, *, both: bool) -> int:
     return data.stored_bytes(stored) + working
 
 
-def read_bytes(graph: Graph, node: Node) -> int:
-    """Return the bytes of the parameters that are read from files for this node."""
-    total = 0
-    for path in node.params.values():
-        tensor = graph.tensors[path]
-        if isinstance(tensor, DeferredTensor):
-            total += tensor.nbytes
-    return total
-
-
 def _with_holes(used: int) -> int:
     """Return how many bytes are resident for `used` bytes of a model with weights in files."""
     if keeps_freed_blocks():
         return int(HOLES * used)
     return used
-
-
-def _resident(graph: Graph, used: int, value: int, *, copies: int = 1) -> int:
-    """Return how many bytes are resident for `used` bytes, among them `copies` of a value."""
-    mapped = 0
-    if graph.is_deferred:
-        mapped = used
-    elif value >= MAPPED:
-        mapped = copies * value
-    return mapped + int(HOLES * (used - mapped))

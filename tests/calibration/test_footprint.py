@@ -10,7 +10,6 @@ from torch import nn
 
 from quantizer.calibration.algorithm_memory import IN_COLUMNS
 from quantizer.calibration.memory_prediction import (
-    HOLES,
     BatchSizes,
     calibration_bytes,
     comparison_bytes,
@@ -21,7 +20,7 @@ from quantizer.config.load import check_document
 from quantizer.config.model import ResolvedConfig
 from quantizer.graph.tracing.trace import trace
 from quantizer.plan.resolve import resolve_plan
-from quantizer.plan.size import working_bytes
+from quantizer.plan.size import HOLES, working_bytes
 from quantizer.storage import process_memory
 from quantizer.storage.deferred_tensor import DeferredTensor
 
