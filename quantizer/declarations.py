@@ -136,6 +136,7 @@ class Destination:
         wider: the destination with more bits, if `--max_mb` can choose the widths of weights;
             otherwise empty.
         stands_for: "network" or "language model" if it is where these go by default.
+        also: other names for it, with the preset that each stands for; empty for `preset`.
     """
 
     made: str
@@ -148,6 +149,7 @@ class Destination:
     if_slower: Mapping[str, str] = field(default_factory=dict)
     wider: str = ""
     stands_for: str = ""
+    also: Mapping[str, str] = field(default_factory=dict)
 
     def target_of(self, model: Any) -> str:
         """Return the target of `--deploy` for a model."""

@@ -27,7 +27,7 @@ from quantizer.calibration.request import CalibrationRequest, CalibrationState
 from quantizer.config.load import load_preset
 from quantizer.config.resources import preset_text
 from quantizer.config.run_config import RUN_CONFIG, MadeFor, restored_if_refused, run_config
-from quantizer.config.wording import counted, did_you_mean
+from quantizer.config.wording import counted
 from quantizer.declarations import CheckedTarget
 from quantizer.errors import UsageError
 from quantizer.evaluation.analyze import WatchedData
@@ -35,6 +35,7 @@ from quantizer.export.destinations import (
     DESTINATIONS,
     choices_for,
     default_destination,
+    destination_named,
     in_words_of_run,
     preset_for,
 )
@@ -55,7 +56,6 @@ from quantizer.graph.ir import Graph
 from quantizer.graph.modules import Untraced, untraced_part
 from quantizer.nn.layer import check_float
 from quantizer.plan.fit.fitted_config import LayersToLeave, fitted_text
-from quantizer.plugins import remedy_for_absent
 from quantizer.report.content import write_report
 from quantizer.report.tables import as_csv
 from quantizer.report.verdict import VerdictFacts, verdict
@@ -112,7 +112,7 @@ def quantize(
     typed = path_of(folder, "folder")
     place = typed.absolute()
     require_result_folder(place)
-    name = _known_destination(to or default_destination(model))
+    name, own_preset = destination_named(to or default_destination(model))
     target = DESTINATIONS[name].target_of(model)
     inputs = [config] if isinstance(config, (str, os.PathLike)) else []
     with replacing(overwrite=overwrite, inputs=inputs), in_words_of_run(target, name):
@@ -120,7 +120,7 @@ def quantize(
         choices = choices_for(name, checked_choices(options, target, quantize))
         has_data = data is not None
         require_sized(max_mb, name, target, has_config=config is not None, has_data=has_data)
-        preset = preset_for(name, has_data=has_data) if config is None else ""
+        preset = own_preset or preset_for(name, has_data=has_data) if config is None else ""
         settings = _settings(target, choices, place, seed=seed, dynamic=dynamic, events=events)
         batches = _batches(model, data, settings)
         require_real(batches, evaluate, evaluation_data)
@@ -355,12 +355,3 @@ def _name_of(config: AnyConfig | None, folder: Path, typed: Path) -> str:
     if isinstance(config, (str, os.PathLike)):
         return os.fspath(config)
     return "the config"
-
-
-def _known_destination(name: str) -> str:
-    """Return the name, or raise `UsageError` if there is no such destination."""
-    if name in DESTINATIONS:
-        return name
-    known = f"known are {', '.join(DESTINATIONS)}; {remedy_for_absent(name)}"
-    remedy = did_you_mean(name, DESTINATIONS, known)
-    raise UsageError(f"there is no destination {name!r}", help=remedy)

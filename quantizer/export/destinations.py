@@ -7,11 +7,12 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+from quantizer.config.wording import did_you_mean
 from quantizer.declarations import Destination
 from quantizer.errors import QuantizerError, UsageError
 from quantizer.export.targets import CHOICES, EXPORTERS
 from quantizer.option_words import Option, Words, marked, worded
-from quantizer.plugins import plugins
+from quantizer.plugins import plugins, remedy_for_absent
 
 _NETWORK = "network"
 _LANGUAGE_MODEL = "language model"
@@ -20,8 +21,35 @@ DESTINATIONS: dict[str, Destination] = {}
 """By the values of `--to`."""
 for _plugin in plugins():
     DESTINATIONS.update(_plugin.destinations)
+ALSO: dict[str, tuple[str, str]] = {}
+"""Other names: the destination of each, and the preset that it stands for, empty for that of
+the destination.
+"""
+for _name, _row in DESTINATIONS.items():
+    for _other, _preset in _row.also.items():
+        ALSO[_other] = (_name, _preset)
 SIZED = {name: row for name, row in DESTINATIONS.items() if row.wider}
 """The destinations for which `--max_mb` can choose the widths."""
+
+
+def destination_named(name: str) -> tuple[str, str]:
+    """Return a destination by any of its names, and the preset that the name stands for, empty
+    for that of the destination.
+
+    >>> destination_named("onnx"), destination_named("Q4_K_M")
+    (('onnx', ''), ('gguf', 'gguf_q4_k_m'))
+
+    Raises:
+        UsageError: no destination has this name.
+    """
+    word = name.lower()
+    if word in DESTINATIONS:
+        return word, ""
+    if word in ALSO:
+        return ALSO[word]
+    known = f"known are {', '.join(DESTINATIONS)}; {remedy_for_absent(name)}"
+    remedy = did_you_mean(word, (*DESTINATIONS, *ALSO), known)
+    raise UsageError(f"there is no destination {name!r}", help=remedy)
 
 
 def default_destination(model: Any) -> str:

@@ -8,7 +8,7 @@ it runs batch by batch, as a plain pass does.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from itertools import islice
@@ -35,9 +35,6 @@ from quantizer.storage import process_memory
 from quantizer.storage.deferred_tensor import CPU, DeferredTensor, Spool, keep_loaded, loaded
 from quantizer.storage.process_memory import TRIM_AFTER_GROWTH, trim_heap
 
-_JOINED_IDS = 1024
-_JOINED_IDS_OF_A_DEVICE = 8192
-"""Up to this many token ids run as one batch: on the CPU, and elsewhere."""
 _NumberedInputs = tuple[int, list[Any]]
 """The number of a batch, and what it gives the network."""
 
@@ -99,11 +96,11 @@ class SequentialRunner:
         self._unread = iter(batches)
         numbered = self._inputs(first)
         runs: Iterable[list[_NumberedInputs]] = ([row] for row in numbered)
-        if together and _reads_ids(network):
-            most = _JOINED_IDS_OF_A_DEVICE
-            if network.graph.device == CPU:
-                most = _JOINED_IDS
-            runs = _joinable(numbered, most)
+        if together:
+            # Few algorithms ask for it
+            from quantizer.layerwise.joined_batches import joinable
+
+            runs = joinable(network.graph, numbered)
         self._runs = [self._start(parts) for parts in runs]
         if not self.batches:
             raise no_batches()
@@ -124,10 +121,14 @@ class SequentialRunner:
 
     def _start(self, parts: list[_NumberedInputs]) -> _Run:
         """Return the run of batches that run as one, before its first node."""
-        inputs = [self._store.keep(value) for value in _joined(parts)]
+        all_inputs = [inputs for _, inputs in parts]
+        joined = all_inputs[0]
         if len(parts) == 1:
             parts = [(parts[0][0], [])]
-        return _Run(parts, Execution(self.network, inputs))
+        else:
+            joined = [torch.cat(values) for values in zip(*all_inputs, strict=True)]
+        kept = [self._store.keep(value) for value in joined]
+        return _Run(parts, Execution(self.network, kept))
 
     def read_more(self, count: int, upto: Node) -> bool:
         """Read up to `count` more batches, and run them up to the node before `upto`, with the
@@ -287,44 +288,10 @@ def no_batches(purpose: str = "calibration") -> DataError:
     return DataError(text, help="check <--data> and <--subset_len>")
 
 
-def _joinable(batches: Iterable[_NumberedInputs], most: int) -> Iterator[list[_NumberedInputs]]:
-    """Yield consecutive batches of one length, of up to `most` ids together."""
-    parts: list[_NumberedInputs] = []
-    room = 0
-    lengths: list[Any] = []
-    for number, inputs in batches:
-        size = max(value.numel() for value in inputs)
-        new_lengths = [value.shape[1:] for value in inputs]
-        if parts and (size > room or new_lengths != lengths):
-            yield parts
-            parts = []
-        if not parts:
-            room = most
-            lengths = new_lengths
-        room -= size
-        parts.append((number, inputs))
-    if parts:
-        yield parts
-
-
-def _reads_ids(network: Network) -> bool:
-    """Check whether all inputs are integers whose first axis is the batch, of any size."""
-    nodes = [node for node in network.graph.nodes if node.op == "input"]
-    return all(node.shape and node.shape[0] is None and not node.is_float for node in nodes)
-
-
 def _refuse(error: DataError, value: Tensor) -> None:
     """Raise the error that several batches had together, if this value is not finite."""
     if count_not_finite(value):
         raise error
-
-
-def _joined(parts: Sequence[_NumberedInputs]) -> list[Any]:
-    """Return the inputs of batches, one after the other in one."""
-    if len(parts) == 1:
-        return parts[0][1]
-    all_inputs = [inputs for _, inputs in parts]
-    return [torch.cat(values) for values in zip(*all_inputs, strict=True)]
 
 
 _BYTES_IF_UNKNOWN = 2 << 30

@@ -17,6 +17,11 @@ _PLAN = Command(
     "Show what a config does to a model, without calibrating.",
     9,
 )
+_TARGETS = Command(
+    "quantizer.commands.inspection.targets:targets",
+    "List what `run --to` can make, for which engine.",
+    3,
+)
 _DIFF = Command(
     "quantizer.commands.inspection.diff:diff",
     "Show what differs between two configs or two result folders.",
@@ -25,5 +30,11 @@ _DIFF = Command(
 
 PLUGIN = Plugin(
     "inspection",
-    commands={"doctor": _DOCTOR, "inspect": _INSPECT, "plan": _PLAN, "diff": _DIFF},
+    commands={
+        "doctor": _DOCTOR,
+        "inspect": _INSPECT,
+        "plan": _PLAN,
+        "diff": _DIFF,
+        "targets": _TARGETS,
+    },
 )

@@ -14,10 +14,27 @@ from quantizer.cli.arguments.places import PathType, PluginWord, minutes
 from quantizer.cli.terminal import process
 from quantizer.config.resources import presets
 from quantizer.errors import ModelError, UsageError
-from quantizer.export.destinations import DESTINATIONS, SIZED, about_destinations
+from quantizer.export.destinations import (
+    ALSO,
+    DESTINATIONS,
+    SIZED,
+    about_destinations,
+    destination_named,
+)
 from quantizer.sources.user_code import require_file
 
 _STEPS = "quantizer.commands.searching.full_run:full_run"
+
+
+class _DestinationWord(PluginWord):
+    """A destination, by any of its names."""
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> Any:
+        """Return the name in lower case."""
+        word = str(value).lower()
+        return word if word in ALSO else super().convert(word, param, ctx)
 
 
 def minutes_option(text: str) -> Any:
@@ -30,8 +47,9 @@ class RunOptions(Options):
     """The options of `quantizer run`."""
 
     to: str | None = option(
-        f"What to make, for which engine: {', '.join(DESTINATIONS)}.{about_destinations()}",
-        type=PluginWord(list(DESTINATIONS)),
+        f"What to make, for which engine: {', '.join(DESTINATIONS)}; `quantizer targets` has "
+        f"more names.{about_destinations()}",
+        type=_DestinationWord(list(DESTINATIONS)),
         metavar="TARGET",
     )
     preset: str | None = option(
@@ -116,5 +134,24 @@ def run(model: str, options: RunOptions) -> None:
             "--preset and --config_file exclude each other", help="give one of them"
         )
     require_file(model, ModelError)
+    if options.to:
+        options = _by_its_name(options, options.to)
     full_run: Callable[[Options], None] = process.load(_STEPS)
     full_run(replace(options, model=model))
+
+
+def _by_its_name(options: RunOptions, word: str) -> RunOptions:
+    """Return the options with the destination of a word, and with the preset of that word.
+
+    Raises:
+        UsageError: another preset is given.
+    """
+    name, preset = destination_named(word)
+    if not preset or options.config_file:
+        return replace(options, to=name)
+    if options.preset not in (None, preset):
+        raise UsageError(
+            f"--to {word} stands for --preset {preset}, and --preset {options.preset} is given",
+            help=f"leave out --preset, or give --to {name}",
+        )
+    return replace(options, to=name, preset=preset)

@@ -38,6 +38,7 @@ PLUGIN = Plugin(
             without_data="weight_int8",
             target="safetensors",
             transformers_target=_NAME,
+            also={"w8a16": ""},
         ),
         "w4": Destination(
             "int4 weights",
@@ -48,6 +49,7 @@ PLUGIN = Plugin(
             gain=_GAIN_OF_GPTQ,
             wider="w8",
             stands_for="language model",
+            also={"w4a16": "", "int4": "", "vllm": ""},
         ),
         "w8a8": Destination(
             "int8 weights and activations",

@@ -23,6 +23,11 @@ PLUGIN = Plugin(
     needs=("onnx",),
     targets={"encodings": _TARGET},
     destinations={
-        "qnn": Destination("encodings for AIMET and QNN", preset="cpu_int8", target="encodings")
+        "qnn": Destination(
+            "encodings for AIMET and QNN",
+            preset="cpu_int8",
+            target="encodings",
+            also={"aimet": "", "qualcomm": ""},
+        )
     },
 )

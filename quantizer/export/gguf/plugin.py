@@ -41,7 +41,12 @@ PLUGIN = Plugin(
     targets={"gguf": _TARGET},
     destinations={
         "gguf": Destination(
-            "Q8_0 GGUF", preset="gguf_q8_0", without_data="gguf_q8_0", target="gguf"
+            "Q8_0 GGUF",
+            preset="gguf_q8_0",
+            without_data="gguf_q8_0",
+            target="gguf",
+            also={"llama.cpp": "", "ollama": ""}
+            | {preset.removeprefix("gguf_"): preset for preset in _PRESETS},
         )
     },
     strategies={preset: preset for preset in _PRESETS},

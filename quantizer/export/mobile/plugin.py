@@ -50,10 +50,16 @@ PLUGIN = Plugin(
     targets={"executorch": _EXECUTORCH, "litert": _LITERT},
     destinations={
         "executorch": Destination(
-            "int8 program of ExecuTorch, for phones", preset="mobile_int8", target="executorch"
+            "int8 program of ExecuTorch, for phones",
+            preset="mobile_int8",
+            target="executorch",
+            also={"pte": ""},
         ),
         "litert": Destination(
-            "int8 file of LiteRT, for phones", preset="mobile_int8", target="litert"
+            "int8 file of LiteRT, for phones",
+            preset="mobile_int8",
+            target="litert",
+            also={"tflite": ""},
         ),
     },
     metrics={

@@ -85,12 +85,14 @@ PLUGIN = Plugin(
             target="onnx",
             if_slower={"onnx_profile": "mixed"},
             stands_for="network",
+            also={"int8": ""},
         ),
         "tensorrt": Destination(
             "int8 ONNX for TensorRT",
             preset="tensorrt_int8",
             target="onnx",
             choices={"onnx_profile": "tensorrt"},
+            also={"trt": ""},
         ),
         "npu": Destination(
             "int8 ONNX for NPUs",
