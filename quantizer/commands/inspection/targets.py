@@ -18,8 +18,8 @@ from quantizer.printable import json_text
 @command("targets")
 @takes("json", kind=Options)
 def targets(options: Options) -> None:
-    """List what `quantizer run --to NAME` can make: its other names, where it is checked, what
-    it starts from, and what it needs.
+    """List what `quantizer run --to NAME` can make, with all names. For each it says where the
+    file is checked, which preset the run starts from, and what is missing here.
 
     \b
     quantizer targets
