@@ -108,7 +108,7 @@ def config_within(text: str, max_mb: float | None, run: SizedRun) -> str:
         run: the model and data.
 
     Raises:
-        UsageError: 4 bits are too large, or 8 bits fit.
+        UsageError: 4 bits are too large.
         GateError: the config quantizes no weights to integers.
     """
     if max_mb is None:
@@ -119,7 +119,12 @@ def config_within(text: str, max_mb: float | None, run: SizedRun) -> str:
     plan = resolve_plan(config, graph, run.graph)
     limit = int(max_mb * 1e6)
     sizes = _FileSizes(plan, run.module)
-    sizes.require_between(limit)
+    sizes.require_room(limit)
+    most = sizes.total(-1)
+    if limit >= most:
+        run.say(
+            f"note: {WIDTHS[-1]} bits everywhere take {most / 1e6:.4g} MB, within the limit"
+        )
     if config.algorithms:
         names = ", ".join(algorithm.name for algorithm in config.algorithms)
         run.say(f"note: widths are chosen by the errors of round-to-nearest, without {names}")
@@ -167,13 +172,13 @@ class _FileSizes:
             ]
         self.floats = _float_bytes(module, coded)
 
-    def require_between(self, limit: int) -> None:
-        """Check that a limit is between the sizes of both widths.
+    def require_room(self, limit: int) -> None:
+        """Check that the smaller width fits into a limit.
 
         Raises:
-            UsageError: it is not.
+            UsageError: it does not.
         """
-        least, most = map(self._total, range(len(WIDTHS)))
+        least = self.total(0)
         if limit < least:
             raise UsageError(
                 f"<--max_mb {limit / 1e6:g}> is too small: with {WIDTHS[0]} bits everywhere "
@@ -181,14 +186,8 @@ class _FileSizes:
                 "stay in float",
                 help="raise the limit, or quantize more layers with a config of your own",
             )
-        if limit >= most:
-            raise UsageError(
-                f"<--max_mb {limit / 1e6:g}> is more than {WIDTHS[1]} bits need, which is "
-                f"{most / 1e6:.4g} MB",
-                help=f"give <--to {' or '.join(row.wider for row in SIZED.values())}>",
-            )
 
-    def _total(self, index: int) -> int:
+    def total(self, index: int) -> int:
         """Return the size with one width for all layers."""
         return self.floats + sum(sizes[index] for sizes in self.by_layer.values())
 

@@ -62,7 +62,6 @@ def test_the_weights_take_at_most_so_many_bytes(
     ("words", "message"),
     [
         (["--max_mb", "0.1"], r"too small: with 4 bits everywhere the file takes 0\.1\d+ MB"),
-        (["--max_mb", "5"], r"more than 8 bits need, which is 0\.2\d+ MB\nhelp: give --to w8"),
         (["--max_mb", "-1"], "is not a size"),
         (["--max_mb", "nan"], "is not a size"),
         (["--max_mb", "1e305"], "is not a size"),
@@ -77,6 +76,22 @@ def test_limits_that_cannot_be_kept_are_refused_before_calibration(
     assert sized("my_llama", "--to", "w4", "--data", "book.txt", *words) == 2
     assert re.search(message, capsys.readouterr().err)
     assert not (folder / "out").exists()
+
+
+def test_a_limit_that_8_bits_keep_gives_8_bits(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text_llama(folder)
+    assert (
+        run_command(["run", "my_llama", "--data", "book.txt", "--max_mb", "5", "-o", "out"])
+        == 0
+    )
+    printed = capsys.readouterr()
+    assert re.search(r"8 bits everywhere take 0\.2\d+ MB, within the limit", printed.err)
+    [checkpoint] = (folder / "out" / "export").glob("*-compressed-tensors")
+    config = json.loads((checkpoint / "config.json").read_text("utf-8"))
+    groups = config["quantization_config"]["config_groups"].values()
+    assert {group["weights"]["num_bits"] for group in groups} == {8}
 
 
 def test_a_size_needs_data_and_a_checkpoint(
