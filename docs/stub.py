@@ -12,6 +12,7 @@ import quantizer
 from quantizer.api.config import OBSERVERS
 from quantizer.api.quantize import quantize
 from quantizer.declarations import TargetOption
+from quantizer.export.destinations import ALSO, DESTINATIONS
 from quantizer.export.targets import CHOICES
 from quantizer.option_words import worded
 from quantizer.tables import RANGE_METHODS
@@ -88,6 +89,10 @@ def _declared(arguments: list[ast.arg], defaults: list[ast.expr | None]) -> Iter
     for argument, default in zip(arguments, defaults, strict=True):
         annotation = ast.unparse(argument.annotation) if argument.annotation else "Any"
         text = f"{argument.arg}: {annotation.replace('nn.Module', '_torch_nn.Module')}"
+        if argument.arg == "to":
+            # Editors complete the names, and packages of others may add some
+            names = ", ".join(map(json.dumps, (*DESTINATIONS, *ALSO)))
+            text = f"to: Literal[{names}] | str | None"
         if default is not None:
             text += f" = {ast.unparse(default)}".replace("'", '"')
         yield text

@@ -1,7 +1,13 @@
 """Post-training quantization of PyTorch models, configured by a JSON file or by dataclasses.
 
-Importing this package does not import torch. Public names are loaded when they are first used.
-`__init__.pyi` has their types.
+Three functions do most of it:
+
+    made = quantizer.quantize(model, batches, "onnx")  # calibrate, test and write a file
+    result = quantizer.calibrate(model, config, batches)  # a result to test, save and export
+    result = quantizer.load("quantize_result", model)  # one that was saved
+
+`Config`, `QuantizationConfig` and `QuantizationSpec` make a config in Python. `quantizer help`
+shows the commands. Importing this package does not import torch.
 """
 
 import importlib
@@ -82,4 +88,5 @@ def _public_names() -> list[str]:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_public_names(), "nn"})
+    of_module = [name for name in globals() if name.startswith("__")]
+    return sorted([*of_module, *_public_names(), "nn"])
