@@ -66,9 +66,11 @@ def test_an_address_is_written_where_a_clone_is_named() -> None:
     assert written(line, published=True, address=address) == (
         "pip install 'quantizer-torch[onnx]'\n"
     )
-    ci = written((ROOT / "docs" / "ci.md").read_text("utf-8"), published=False, address=address)
-    assert f"git+{address}" in ci
-    assert "ADDRESS_OF_YOUR_CLONE" not in ci
+    job = "- pip install 'quantizer-torch[torch] @ git+ADDRESS_OF_YOUR_CLONE'\n"
+    assert written(job, published=False) == job
+    found = written(job, published=False, address=address)
+    assert found == f"- pip install 'quantizer-torch[torch] @ git+{address}'\n"
+    assert written(found, published=True) == "- pip install 'quantizer-torch[torch]'\n"
     contributing = (ROOT / "CONTRIBUTING.md").read_text("utf-8")
     assert f"git clone {address} && cd quantizer" in written(
         contributing, published=False, address=address
