@@ -10,7 +10,7 @@ PINNED := $(VENV)/constraints.txt
 INSTALL := $(BIN)/python -m pip install --disable-pip-version-check -q -c $(PINNED)
 PYTEST := $(BIN)/python -m pytest -n 2 --dist worksteal
 
-.PHONY: run test test-real test-extended test-torch test-wheel check fuzz soak docs bench engines gpu clean
+.PHONY: run test test-real test-extended test-torch test-wheel dist check fuzz soak docs bench engines gpu clean
 
 $(PINNED): constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -60,6 +60,16 @@ test-wheel:
 	$(PYTHON) -m venv dist/wheel/venv
 	env -u PYTHONPATH dist/wheel/venv/bin/python -m pip install --disable-pip-version-check -q -c constraints.txt dist/wheel/*.whl
 	env -u PYTHONPATH dist/wheel/venv/bin/python tests/support/wheel.py
+
+# What a release uploads, in dist/release: the source distribution, and the wheel that is built from it.
+dist: $(VENV)/.dist
+	rm -rf dist/release
+	$(BIN)/python -m build --no-isolation --outdir dist/release .
+	$(BIN)/python -m twine check --strict dist/release/*
+
+$(VENV)/.dist: $(PINNED)
+	$(INSTALL) build twine setuptools
+	@touch $@
 
 # Edited configs, results, saved models and checkpoints, for so many seconds each; a finding is printed with the seed that replays it.
 SECONDS_EACH ?= 200

@@ -1,5 +1,9 @@
-"""Ship folders of the checkout inside the package, which pyproject.toml cannot say."""
+"""Do what pyproject.toml cannot say: ship folders of the checkout inside the package, and
+describe it by pages whose links lead somewhere from an index.
+"""
 
+import re
+from functools import partial
 from pathlib import Path
 
 from setuptools import find_packages, setup
@@ -9,6 +13,34 @@ DATA = ("schemas", "configs")
 PAGE = ["*.css", "page.js", "templates/*.html", "templates/sections/*.html"]
 EXAMPLE = ("digits.py", "resnet.py", "digits.safetensors", "digits_data.safetensors")
 """The files that `quantizer demo` writes."""
+
+
+PROJECT = Path("pyproject.toml").read_text("utf-8")
+LINK = re.compile(r"\[(?P<text>[^][]+)\]\((?P<path>[\w./-]+)(?P<place>#[\w-]+)?\)")
+PICTURE = re.compile(r'(?<==")docs/(?=[\w.]+\.png")')
+
+
+def described(page: str) -> str:
+    """Return a page of the checkout as the index shows it: pages of docs/ are on the site, and
+    other files in the repository, if pyproject.toml has its address.
+    """
+    (site,) = re.findall(r'^Documentation = "(.+)"$', PROJECT, re.MULTILINE)
+    repository = re.findall(r'^Repository = "(.+)"$', PROJECT, re.MULTILINE)
+    text = Path(page).read_text("utf-8")
+    text = PICTURE.sub(site, text)
+    return LINK.sub(partial(outside, site=site, repository=repository), text)
+
+
+def outside(link: re.Match[str], site: str, repository: list[str]) -> str:
+    """Return a link to a file of the checkout as it is written outside of it."""
+    path = link["path"]
+    if path.startswith("docs/") and path.endswith(".md"):
+        page = path.removeprefix("docs/").removesuffix(".md")
+        page = re.sub(r"\bREADME$", "index", page)
+        return f"[{link['text']}]({site}{page}.html{link['place'] or ''})"
+    if repository:
+        return f"[{link['text']}]({repository[0]}/blob/main/{path}{link['place'] or ''})"
+    return link["text"]
 
 
 class BuildWithExample(build_py):
@@ -23,6 +55,8 @@ class BuildWithExample(build_py):
 
 
 setup(
+    long_description=f"{described('README.md')}\n{described('CHANGELOG.md')}",
+    long_description_content_type="text/markdown",
     packages=[
         *find_packages(include=["quantizer", "quantizer.*"]),
         *(f"quantizer.{folder}" for folder in DATA),

@@ -4,7 +4,8 @@ These are: the tables in docs/one_command.md and docs/metrics.md; the table of w
 in README.md; quantizer/__init__.pyi; the part on algorithms in both schemas; the rules for
 editors in layered.schema.json; the options of method, round_mode and dtype in
 quantization_spec.schema.json; the table of presets in docs/hierarchical.md; the table of
-engines in docs/deploy.md and those of families in docs/engines.md. Pages that follow from the
+engines in docs/deploy.md and those of families in docs/engines.md; the lines that install the
+package in README.md, CONTRIBUTING.md and docs/. Pages that follow from the
 package as a whole are made with the site (docs/site_pages.py).
 
 Run `python docs/generate.py` after a change to a rule, a description, a setting, a preset or a
@@ -26,6 +27,7 @@ sys.path.append(str(Path(__file__).parent))
 
 from engine_table import with_engines
 from family_table import with_families
+from install_lines import PUBLISHED, repository, with_install_lines
 from stub import stub
 from tested_table import with_table
 
@@ -84,6 +86,9 @@ def generated() -> dict[Path, str]:
     pages[loading] = with_families(loading.read_text("utf-8"))
     readme = ROOT / "README.md"
     pages[readme] = with_table(readme.read_text("utf-8"), ROOT / "tests")
+    for path in [readme, ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")]:
+        text = pages.get(path) or path.read_text("utf-8")
+        pages[path] = with_install_lines(text, published=PUBLISHED, address=repository())
     return {**schemas, **pages, STUB: stub()}
 
 

@@ -13,6 +13,7 @@ from mkdocs.structure.files import File, Files  # type: ignore[import-not-found]
 
 sys.path.append(str(Path(__file__).parent))
 
+from install_lines import repository
 from site_pages import site_pages, with_links
 
 ROOT = Path(__file__).parents[1]
@@ -25,12 +26,13 @@ CODE = re.compile(r"`[^`\n]+`")
 
 
 def on_config(config: Any) -> Any:
-    """Write the package's version into the title. Without a repository, no page has an edit
-    link.
+    """Write the package's version into the title. With the address of the repository, each page
+    has a link to edit it.
     """
     source = (ROOT / "quantizer" / "__init__.py").read_text("utf-8")
     (version,) = re.findall(r'^__version__ = "([\d.]+)"$', source, re.MULTILINE)
     config.site_name = f"{config.site_name} {version}"
+    config.repo_url = repository()
     if not config.repo_url:
         config.edit_uri = None
     return config

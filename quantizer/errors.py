@@ -15,14 +15,6 @@ LEFT_OUT = "quantizer.left_out"
 TORCH = ("torch", "safetensors")
 """The packages of the extra `torch`. A plain install does not have them."""
 
-
-def pip_line(extra: str) -> str:
-    """Return the command that installs an extra of the package. PyPI's `quantizer` is another
-    project.
-    """
-    return f"pip install 'quantizer-torch[{extra}]'"
-
-
 DAMAGE_ERRORS = (
     LookupError,
     TypeError,

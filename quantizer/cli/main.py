@@ -46,7 +46,6 @@ from quantizer.errors import (
     UsageError,
     lacks_memory,
     lost_worker,
-    pip_line,
 )
 from quantizer.plugins import commands, if_command, remedy_for_absent
 from quantizer.printable import one_line
@@ -304,6 +303,9 @@ def _run(arguments: list[str]) -> int:
     except ModuleNotFoundError as error:
         if error.name not in TORCH:
             return _internal_error(error, arguments)
+        # Only a plain install needs it
+        from quantizer.installation import pip_line
+
         _show(
             f"this command needs the package {error.name}, which is not installed",
             pip_line("torch"),

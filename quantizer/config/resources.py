@@ -24,9 +24,12 @@ def resource(folder: str, name: str) -> Path:
         path = root / folder / name
         if path.is_file():
             return path
+    # Only a damaged installation needs it
+    from quantizer.installation import pip_line
+
     raise QuantizerError(
         f"the file {folder}/{name} is missing from this installation",
-        help="`pip install --force-reinstall quantizer-torch` repairs it",
+        help=f"`{pip_line()} --force-reinstall --no-deps` repairs it",
     )
 
 

@@ -21,7 +21,6 @@ from quantizer.errors import (
     first_line,
     lacks_memory,
     lost_worker,
-    pip_line,
 )
 from quantizer.export.exporter import Refusal, exporter_of
 from quantizer.export.targets import CHECKED_TARGETS, EXPORTERS, checked_target, offered
@@ -71,6 +70,9 @@ def require_extras(targets: Iterable[str], *, to_plan: bool = False) -> None:
             continue
         missing = [name for name in EXPORTERS[target].needs if find_spec(name) is None]
         if missing:
+            # Only a missing extra needs it
+            from quantizer.installation import pip_line
+
             raise UsageError(
                 f"the target {target} needs {', '.join(missing)}, which this Python does not "
                 "have",

@@ -16,7 +16,7 @@ from support.ledger import MODULES, PACKAGE, source
 
 ROOT = PACKAGE.parent
 LAYERS = (
-    ("printable", "option_words"),
+    ("printable", "option_words", "installation"),
     ("errors", "torch_state"),
     ("rows",),
     ("declarations",),

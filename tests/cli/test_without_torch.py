@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 from support.without_torch import BLOCK, BLOCKED
 
+from quantizer.installation import pip_line
+
 CONFIGS = Path(__file__).parents[2] / "configs"
 LIGHT = [
     ["--help"],
@@ -77,8 +79,8 @@ def test_a_missing_torch_is_one_sentence(arguments: list[str]) -> None:
     done = run(BLOCKED, *arguments)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == (
-        "error: this command needs the package torch, which is not installed\nhelp: pip install "
-        "'quantizer-torch[torch]'\n"
+        "error: this command needs the package torch, which is not installed\n"
+        f"help: {pip_line('torch')}\n"
     )
 
 
@@ -94,7 +96,6 @@ from quantizer import calibrate
 """
     done = run(BLOCK + program, str(tmp_path / "config.json"))
     assert done.stderr.splitlines()[-1] == (
-        "ModuleNotFoundError: quantizer.calibrate needs torch: pip install "
-        "'quantizer-torch[torch]'"
+        "ModuleNotFoundError: quantizer.calibrate needs torch: " + pip_line("torch")
     )
     assert "assert" not in done.stderr

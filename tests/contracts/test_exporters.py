@@ -28,6 +28,7 @@ from quantizer.export.targets import (
     require_choices,
 )
 from quantizer.graph.tracing.trace import trace
+from quantizer.installation import pip_line
 
 pytestmark = pytest.mark.usefixtures("quick_files")
 
@@ -152,7 +153,7 @@ def test_every_row_says_what_it_needs(target: str, monkeypatch: pytest.MonkeyPat
         return
     with pytest.raises(UsageError, match=EXPORTERS[target].needs[0]) as refused:
         require_extras([target])
-    assert refused.value.help == f"pip install 'quantizer-torch[{EXPORTERS[target].extra}]'"
+    assert refused.value.help == pip_line(EXPORTERS[target].extra)
 
 
 def test_suffixes_are_distinct_and_modules_exist() -> None:

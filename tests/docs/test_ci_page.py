@@ -86,8 +86,13 @@ def test_a_config_alone_is_validated_at_its_lines_and_needs_no_torch(repository:
     assert list(found) == ["Install", "Validate"]
     command, variables = found["Install"]
     command = command.replace("python -m pip install --quiet", "echo")
-    assert shell(command, repository, **variables, GITHUB_ACTION_PATH=str(ROOT)) == f"{ROOT}\n"
-    assert shell(command, repository, **{**variables, "PACKAGE": "mirror"}) == "mirror\n"
+    variables["GITHUB_ACTION_PATH"] = str(ROOT)
+    index = "--extra-index-url https://download.pytorch.org/whl/cpu"
+    assert shell(command, repository, **variables) == f"{index} {ROOT}\n"
+    with_cuda = {**variables, "TORCH_INDEX": ""}
+    assert shell(command, repository, **with_cuda) == f"{ROOT}\n"
+    mirrored = {**variables, "PACKAGE": "mirror", "MODEL": "my_model.py", "EXTRAS": "onnx"}
+    assert shell(command, repository, **mirrored) == f"{index} mirror[onnx]\n"
     assert shell(found["Validate"][0], repository, **found["Validate"][1]).strip() == ""
     config = repository / "quantize_config.json"
     config.write_text(config.read_text().replace('"maxmin"', '"minmax"', 1))
@@ -138,7 +143,9 @@ def test_gitlab_s_script_and_the_comparison_run(
 ) -> None:
     job: dict[str, Any] = BLOCKS[2]["quantization"]
     install, *rest = map(shlex.split, job["script"])
-    assert install == ["pip", "install", "quantizer-torch[torch]"]
+    assert install[:2] == ["pip", "install"]
+    assert install[2].partition(" @ git+")[0] == "quantizer-torch[torch]"
+    assert install[3:] == ["--extra-index-url", "https://download.pytorch.org/whl/cpu"]
     monkeypatch.chdir(repository)
     assert [(words[0], run_command(words[1:])) for words in rest] == [("quantizer", 0)] * 3
     for path in job["artifacts"]["paths"]:

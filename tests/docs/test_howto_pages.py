@@ -102,7 +102,7 @@ def test_a_page_for_phones_runs(
 def test_a_range_method_is_added_as_the_page_says(checkout: Path) -> None:
     for name in ("quantizer", "schemas", "docs", "tests", "benchmarks"):
         shutil.copytree(ROOT / name, checkout / name)
-    for name in ("README.md", "pyproject.toml"):
+    for name in ("README.md", "CONTRIBUTING.md", "pyproject.toml"):
         shutil.copy(ROOT / name, checkout / name)
     printed = ""
     for kind, block in blocks("own_observer.md"):

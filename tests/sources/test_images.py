@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from quantizer.errors import DataError, UsageError
+from quantizer.installation import pip_line
 from quantizer.sources.data import load_batches
 from quantizer.sources.images.images import parse_preprocess, read_image
 
@@ -168,10 +169,7 @@ def test_without_pillow_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> N
     paint("d/a.png")
     monkeypatch.setitem(__import__("sys").modules, "PIL.Image", None)
     error = refusal(json.dumps(PLAIN))
-    assert (error.message, error.help) == (
-        "reading images needs pillow",
-        "pip install 'quantizer-torch[images]'",
-    )
+    assert (error.message, error.help) == ("reading images needs pillow", pip_line("images"))
 
 
 def test_stopping_early_ends_the_reading_thread() -> None:

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from quantizer.errors import DataError, ModelError
+from quantizer.installation import pip_line
 from quantizer.sources.models import load_evaluate, load_model
 
 NET = """
@@ -281,5 +282,5 @@ def test_a_hugging_face_folder_needs_transformers(
     error = refusal("llama")
     assert (error.message, error.help) == (
         "llama is a Hugging Face model, and transformers is missing",
-        "pip install 'quantizer-torch[llm]'",
+        pip_line("llm"),
     )

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from quantizer.errors import DataError, QuantizerError, UsageError
+from quantizer.installation import pip_line
 from quantizer.sources.batches import Batch
 from quantizer.sources.data import load_batches
 from quantizer.sources.models import UserFunction
@@ -352,6 +353,5 @@ def test_parquet_files_that_cannot_be_used(monkeypatch: pytest.MonkeyPatch) -> N
     assert "rows.parquet cannot be read as Parquet" in refusal("rows.parquet")
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert refusal("rows.parquet") == (
-        "rows.parquet needs the package pyarrow, which is missing | "
-        "pip install 'quantizer-torch[parquet]'"
+        "rows.parquet needs the package pyarrow, which is missing | " + pip_line("parquet")
     )

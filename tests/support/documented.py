@@ -29,7 +29,7 @@ class Commands:
         text = (ROOT / "docs" / page).read_text("utf-8").partition(f"\n{heading}\n")[2]
         lines = commands_of(re.findall(r"```\n(.*?)```", text, re.DOTALL)[0])
         assert len(lines) <= 5
-        *quantizing, ending = map(shlex.split, lines)
+        *quantizing, ending = (shlex.split(line, comments=True) for line in lines)
         extra = None
         if quantizing[0][:2] == ["pip", "install"]:
             extra = quantizing.pop(0)[2]

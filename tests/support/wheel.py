@@ -57,7 +57,7 @@ def main() -> None:
             assert done.returncode == expected, done.stderr
             if expected:
                 print(done.stderr, end="")
-                assert "quantizer-torch[torch]" in done.stderr
+                assert ".whl[torch]'" in done.stderr, done.stderr
 
 
 if __name__ == "__main__":

@@ -31,8 +31,9 @@ from quantizer.commands.inspection.plan import peaks_of
 from quantizer.config.load import LoadResult, default_config, load_config
 from quantizer.config.model import ResolvedConfig
 from quantizer.config.wording import counted, first_names
-from quantizer.errors import GateError, QuantizerError, pip_line
+from quantizer.errors import GateError, QuantizerError
 from quantizer.graph.edits import by_channel
+from quantizer.installation import pip_line
 from quantizer.plan.model import Plan
 from quantizer.plan.resolve import NO_RULES
 from quantizer.plan.size import weight_bytes

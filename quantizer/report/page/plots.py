@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from quantizer.config.json_types import JsonMapping
-from quantizer.errors import ResultError, UsageError, pip_line
+from quantizer.errors import ResultError, UsageError
+from quantizer.installation import pip_line
 from quantizer.printable import Markup
 from quantizer.report.page.figures import (
     channels,

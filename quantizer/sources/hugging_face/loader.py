@@ -13,7 +13,7 @@ from typing import Any
 from torch import nn
 
 from quantizer.config.wording import closest_word, counted, first_names
-from quantizer.errors import ModelError, pip_line
+from quantizer.errors import ModelError
 from quantizer.sources.arguments import example_input
 from quantizer.sources.hugging_face.deferred_checkpoint import (
     CHECKPOINT_INDEX,
@@ -107,6 +107,9 @@ def load_hugging_face(folder: Path, *, trust: bool = False) -> nn.Module:
             transformers is missing.
     """
     if importlib.util.find_spec("transformers") is None:
+        # Only a missing extra needs it
+        from quantizer.installation import pip_line
+
         message = f"{folder} is a Hugging Face model, and transformers is missing"
         raise ModelError(message, help=pip_line("llm"))
     require_readable(folder, ModelError)

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from quantizer.config.json_types import fits
 from quantizer.config.wording import did_you_mean, listed
-from quantizer.errors import DataError, UsageError, pip_line
+from quantizer.errors import DataError, UsageError
 from quantizer.sources.batches import Batch, prefix_errors
 from quantizer.sources.data import DEFAULT_BATCH_SIZE, Batches
 from quantizer.sources.images.plugin import SUFFIXES
@@ -245,6 +245,9 @@ def _pillow() -> Any:
     try:
         return importlib.import_module("PIL.Image")
     except ImportError as cause:
+        # Only a missing extra needs it
+        from quantizer.installation import pip_line
+
         raise DataError("reading images needs pillow", help=pip_line("images")) from cause
 
 

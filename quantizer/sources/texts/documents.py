@@ -14,7 +14,7 @@ from typing import Any
 
 from quantizer import plugins
 from quantizer.config.wording import a_kind
-from quantizer.errors import DataError, pip_line
+from quantizer.errors import DataError
 from quantizer.sources.json_files import parse_object, read_text
 from quantizer.sources.tensor_files import reading
 from quantizer.storage.child_process import run_apart
@@ -235,6 +235,9 @@ def read_rows(path: Path) -> list[Any]:
         DataError: it cannot be read, has neither texts nor messages, or pyarrow is missing.
     """
     if importlib.util.find_spec("pyarrow") is None:
+        # Only a missing extra needs it
+        from quantizer.installation import pip_line
+
         raise DataError(
             f"{path} needs the package pyarrow, which is missing", help=pip_line("parquet")
         )

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from quantizer.config.wording import a_kind
-from quantizer.errors import DataError, pip_line
+from quantizer.errors import DataError
 from quantizer.sources.json_files import load_pretrained, require_readable
 from quantizer.sources.texts.documents import Document
 from quantizer.sources.user_code import user_errors
@@ -206,6 +206,9 @@ class TextTokenizer:
 
 def _package(name: str, path: Path) -> Any:
     if importlib.util.find_spec(name) is None:
+        # Only a missing extra needs it
+        from quantizer.installation import pip_line
+
         message = f"{path} needs the package {name}, which is missing"
         raise DataError(message, help=pip_line("llm"))
     return importlib.import_module(name)
