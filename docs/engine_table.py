@@ -1,4 +1,4 @@
-"""Write the table of engines in docs/deploy.md from the results of `make engines`."""
+"""Write the table of engines in docs/engine_results.md from the results of `make engines`."""
 
 from __future__ import annotations
 

@@ -4,8 +4,8 @@ These are: the tables in docs/one_command.md and docs/metrics.md; the table of w
 in README.md; quantizer/__init__.pyi; the part on algorithms in both schemas; the rules for
 editors in layered.schema.json; the options of method, round_mode and dtype in
 quantization_spec.schema.json; the table of presets in docs/hierarchical.md; the table of
-engines in docs/deploy.md and those of families in docs/engines.md; the lines that install the
-package in README.md, CONTRIBUTING.md and docs/. Pages that follow from the
+engines in docs/engine_results.md and those of families in docs/engines.md; the lines that
+install the package in README.md, CONTRIBUTING.md and docs/. Pages that follow from the
 package as a whole are made with the site (docs/site_pages.py).
 
 Run `python docs/generate.py` after a change to a rule, a description, a setting, a preset or a
@@ -80,8 +80,8 @@ def generated() -> dict[Path, str]:
     pages = {HIERARCHICAL_PAGE: hierarchical_page()}
     pages[DESTINATIONS_PAGE] = destinations_page()
     pages[METRICS_PAGE] = metrics_page()
-    deploying = ROOT / "docs" / "deploy.md"
-    pages[deploying] = with_engines(deploying.read_text("utf-8"))
+    measured = ROOT / "docs" / "engine_results.md"
+    pages[measured] = with_engines(measured.read_text("utf-8"))
     loading = ROOT / "docs" / "engines.md"
     pages[loading] = with_families(loading.read_text("utf-8"))
     readme = ROOT / "README.md"

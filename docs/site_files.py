@@ -23,6 +23,7 @@ OUTSIDE = re.compile(
 )
 TABLE_ROW = re.compile(r"^\|.*$", re.MULTILINE)
 CODE = re.compile(r"`[^`\n]+`")
+_GENERATED = frozenset([*site_pages(), "engine_results.md"])
 
 
 def on_config(config: Any) -> Any:
@@ -61,10 +62,10 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
 
     Commands that print a page link to it. Links to files of the repository lead to the copies.
     In the cells of tables, a bar in code has a backslash for GitHub, which the site would show.
-    The search leaves out single decisions.
+    The search leaves out decisions, and pages that are generated.
     """
     place = page.file.src_uri
-    if place.startswith("decisions/0"):
+    if place.startswith("decisions/") or place in _GENERATED:
         page.meta["search"] = {"exclude": True}
     text = TABLE_ROW.sub(_with_bars, with_links(place, markdown))
     if "/" in place:

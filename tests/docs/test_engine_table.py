@@ -1,4 +1,4 @@
-"""docs/deploy.md shows what `make engines` measured: each engine has a result for each network,
+"""docs/engine_results.md shows what `make engines` measured: each engine has a result for each network,
 and a row or a reason on the page.
 """
 
@@ -19,7 +19,7 @@ from engines.table import ENGINES, NETWORKS, Engine
 from quantizer.export.targets import EXPORTERS
 
 HARNESS = ROOT / "benchmarks" / "engines"
-PAGE = (ROOT / "docs" / "deploy.md").read_text("utf-8")
+PAGE = (ROOT / "docs" / "engine_results.md").read_text("utf-8")
 ALL_ENGINES = pytest.mark.parametrize("engine", ENGINES, ids=lambda engine: engine.name)
 
 

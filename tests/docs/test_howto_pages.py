@@ -17,14 +17,24 @@ from support.runs import ROOT
 ON_DIGITS = [
     "bad_layer.md",
     "dpu_network.md",
+    "judging.md",
+    "microcontroller.md",
     "mixed_precision.md",
     "npu.md",
     "openvino.md",
+    "pt2.md",
     "qualcomm.md",
+    "safetensors.md",
+    "slow_file.md",
     "tensorrt.md",
     "tune.md",
+    "yolo.md",
 ]
-NEEDS = {"openvino.md": "openvino", "qualcomm.md": "onnxscript"}
+NEEDS = {
+    "microcontroller.md": "litert_torch",
+    "openvino.md": "openvino",
+    "qualcomm.md": "onnxscript",
+}
 ENGINES = {
     "executorch.md": "executorch",
     "litert.md": "litert_torch",
@@ -55,8 +65,10 @@ def test_a_page_on_digits_runs(
 
 
 ON_LANGUAGE = {
+    "compressed_tensors.md": text_llama,
     "fp8.md": text_llama,
     "gguf.md": text_llama,
+    "gptq.md": text_llama,
     "language_model_4bit.md": text_llama,
     "kv_cache.md": text_llama,
     "nvfp4.md": text_llama,

@@ -1,4 +1,4 @@
-"""docs/deploy.md: from the README's model to an .onnx file that runs in 8 bits, in five
+"""docs/onnx.md: from the README's model to an .onnx file that runs in 8 bits, in five
 commands, run as written.
 """
 
@@ -34,7 +34,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_five_commands_run_in_eight_bits(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    commands = Commands.under("deploy.md", "## onnx")
+    commands = Commands.under("onnx.md", "## In one command")
     assert commands.extra in (".[onnx]", "quantizer-torch[onnx]")
     commands.quantize()
     assert "2 of 2 multiplications in int8" in capsys.readouterr().out

@@ -111,6 +111,36 @@ def test_every_page_is_in_the_navigation() -> None:
     assert named == pages | {"config/README.md", "decisions/index.md"}
 
 
+@pytest.mark.real
+def test_the_search_of_the_site_needs_no_server_and_leaves_out_what_is_generated(
+    tmp_path: Path,
+) -> None:
+    pytest.importorskip("material", reason="it builds the site (extra: docs)")
+    build = [
+        sys.executable,
+        "-m",
+        "mkdocs",
+        "build",
+        "--strict",
+        "--quiet",
+        "-d",
+        str(tmp_path),
+    ]
+    subprocess.run(build, cwd=ROOT, check=True)
+    index = (tmp_path / "search" / "search_index.js").read_text("utf-8")
+    entries = json.loads(index.removeprefix("var __index = "))["docs"]
+    found = {entry["location"].partition("#")[0] for entry in entries}
+    assert {"onnx.html", "yolo.html", "config/index.html"} <= found
+    generated = {place.replace(".md", ".html") for place in SITE_PAGES}
+    generated.add("engine_results.html")
+    assert not found & generated
+    assert not any(place.startswith("decisions/") for place in found)
+    page = (tmp_path / "onnx.html").read_text("utf-8")
+    scripts = re.findall(r'<script[^>]* src="([^"]+)"', page)
+    assert "iframe-worker.js" in scripts
+    assert not any("//" in script for script in scripts)
+
+
 def test_every_decision_is_in_their_list() -> None:
     listed = re.findall(
         r"\]\((\d+[\w-]+\.md)\)", (DOCS / "decisions/index.md").read_text("utf-8")

@@ -1,4 +1,4 @@
-"""The shipped presets on the shipped examples, in an ONNX Runtime session as docs/deploy.md
+"""The shipped presets on the shipped examples, in an ONNX Runtime session as docs/onnx.md
 opens it.
 """
 

@@ -383,9 +383,9 @@ def onnx(
     found: list[str] = []
     for kind, margin_db in (("default session", -MARGIN_DB), ("float inputs", MARGIN_DB)):
         options = onnxruntime.SessionOptions()
-        # Else 8 bits for what products with float inputs read, as docs/deploy.md says
+        # Else 8 bits for what products with float inputs read, as docs/onnx.md says
         if kind == "float inputs":
-            # Otherwise products with float inputs read 8 bits, as docs/deploy.md says.
+            # Otherwise products with float inputs read 8 bits, as docs/onnx.md says.
             options.add_session_config_entry("session.qdq_matmulnbits_accuracy_level", "1")
             if has_ties:
                 # As the file is written. ONNX Runtime's own sums add an odd zero point before
