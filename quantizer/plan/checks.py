@@ -22,11 +22,10 @@ _KEYS = {
     ("layered", "name"): "layer_name",
     ("hierarchical", "type"): "layer_type_quant_config",
     ("hierarchical", "name"): "layer_quant_config",
-    ("hierarchical", "exclude"): "exclude",
     ("hierarchical", "cache"): "kv_cache_quant_config",
     ("hierarchical", "cache_source"): "kv_cache_quant_config",
 }
-"""The keys of selectors in the file."""
+"""The keys of selectors in the file. `exclude` has its name in both forms."""
 
 
 def unmatched_selectors(
@@ -66,9 +65,10 @@ def unmatched_selectors(
                 help="select those layers instead, by type or by name",
             )
         else:
+            key = _KEYS.get((form, selector.kind), selector.kind)
             yield Diagnostic(
                 "QZ402",
-                f"{_KEYS[form, selector.kind]} {selector.text!r} matches no layer",
+                f"{key} {selector.text!r} matches no layer",
                 selector.place,
                 help=advice(selector, original),
             )

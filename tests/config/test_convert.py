@@ -188,6 +188,9 @@ BACK: dict[str, dict[str, Any]] = {
     ),
     "the whole network": document(),
     "equalized": document(include_cle=True),
+    "excluded layers, one with an entry": document(
+        layer("fc", roles=["weights"], bit_width=4), exclude=["fc", "layer1.*"]
+    ),
     "the whole network but a layer": document(
         layer("fc", roles=["weights"], bit_width=4), layer("conv1", roles=[])
     ),
@@ -402,13 +405,16 @@ def test_a_module_that_inherits_inputs_may_have_layers_without_weights() -> None
         )
 
 
-def test_an_excluded_pattern_is_weaker_than_a_name_in_the_layered_form() -> None:
+def test_an_excluded_pattern_is_stronger_than_a_name_in_both_forms() -> None:
     blocks = {
         "global_quant_config": {"weight": INT8},
         "layer_quant_config": {"fc": {"bias": BIAS}},
         "exclude": ["f*"],
     }
-    assert codes(to_layered(config(blocks))[1]) == ["QZ124"]
+    layered, findings = to_layered(config(blocks))
+    assert not codes(findings)
+    assert layered["exclude"] == ["f*"]
+    plans_alike(blocks, layered)
 
 
 TO_HIERARCHICAL: dict[str, tuple[dict[str, Any], str]] = {

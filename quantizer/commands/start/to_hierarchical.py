@@ -102,11 +102,14 @@ class _Layered:
         everywhere: what holds for layers with weights of their own.
         network: what holds for all layers.
         entries: the rules for types and names that are left.
+        excluded: the rules that leave layers in float.
     """
 
     def __init__(self, config: ResolvedConfig) -> None:
         self.config = config
-        self.overall, self._tensor, *entries = config.rules
+        self.overall, self._tensor, *layers = config.rules
+        entries = [rule for rule in layers if rule.selector.kind != "exclude"]
+        self.excluded = [rule for rule in layers if rule.selector.kind == "exclude"]
         top = self.merged([])
         for_all_weighted = [] if top else self._for_all_weighted(entries)
         self.entries = [rule for rule in entries if rule not in for_all_weighted]
@@ -148,6 +151,9 @@ class _Layered:
                 level = _level({role: self.network[role] for role in roles})
                 yield _BLOCKS["name"], text, level, self.overall.roles_place
         yield from map(self._converted, self.entries)
+        for rule in self.excluded:
+            selector = rule.selector
+            yield _BLOCKS["name"], selector.text, None, selector.place
 
     def _converted(self, rule: ConfigRule) -> _Entry:
         """Return an entry, which decides about each tensor that anything quantizes."""

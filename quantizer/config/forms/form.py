@@ -18,15 +18,22 @@ HIERARCHICAL_KEYS = frozenset(
         "global_quant_config",
         "layer_type_quant_config",
         "layer_quant_config",
-        "exclude",
         "algo_config",
         "pre_quant_opt_config",
     }
 )
-"""Source: AMD Quark for PyTorch, documentation of `Config`."""
+"""Those that the layered form lacks. `exclude` is in both.
+
+Source: AMD Quark for PyTorch, documentation of `Config`.
+"""
 
 _LAYERED_BLOCKS = frozenset(
-    {"overall_quantize_config", "tensor_quantize_config", "layer_quantize_config"}
+    {
+        "overall_quantize_config",
+        "tensor_quantize_config",
+        "layer_quantize_config",
+        "quantizable_data_type",
+    }
 )
 """Source: Vitis AI, quantization configuration."""
 
@@ -44,7 +51,7 @@ CACHE_BLOCK = "kv_cache_quant_config"
 
 def form_of(value: JsonMapping) -> Form:
     """Return the form of a file: hierarchical with a key of that form, or its required key
-    misspelt, and no overall block.
+    misspelt, and no overall block. `exclude` alone is of that form, too.
 
     >>> form_of({"exclude": []}), form_of({"global_quant_confg": {}}), form_of({})
     ('hierarchical', 'hierarchical', 'layered')
@@ -61,7 +68,9 @@ def _form_of(keys: frozenset[str]) -> Form:
     if keys & _LAYERED_BLOCKS:
         return "layered"
     meant = {closest_word(key, ("global_quant_config", *_LAYERED_BLOCKS)) for key in keys}
-    return "hierarchical" if "global_quant_config" in meant else "layered"
+    if "global_quant_config" in meant:
+        return "hierarchical"
+    return "hierarchical" if "exclude" in keys and meant == {None} else "layered"
 
 
 def block_of(form: Form, name: str = "") -> JsonMapping:
