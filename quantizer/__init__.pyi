@@ -126,6 +126,7 @@ def quantize(
     seed: int = 0,
     dynamic: str | None = None,
     max_mb: float | None = None,
+    keep_float: Collection[str] = (),
     overwrite: bool = False,
     events: Events | None = None,
     onnx_profile: Literal["exact", "fast", "tuned", "mixed", "tensorrt", "npu"] = ...,
@@ -154,6 +155,7 @@ def quantize(
         evaluate, lower_is_better: as in `Result.test`.
         max_mb: with `to="w4"`, 4 or 8 bits for each weight, so that all weights take at most
             so many 10^6 bytes in the checkpoint.
+        keep_float: layers that stay in float, as `exclude` of a config names them.
         overwrite: whether other results, changed files and the config there are replaced.
         onnx_profile: An .onnx rounds as the config says, or as ONNX Runtime's fastest
             kernels do. tuned and mixed leave in float what integers make slower on this
@@ -180,5 +182,6 @@ def quantize(
 
     Raises:
         QuantizerError: `calibrate`, `Result.save`, `Result.test` or `Result.export` raises it.
-        UsageError: there is no such destination, or it needs data, or has no `max_mb`.
+        UsageError: there is no such destination, or it needs data, or has no `max_mb`; a name
+            in `keep_float` matches no layer, or there is a `config` beside it.
     """

@@ -24,6 +24,7 @@ from quantizer.api.result import Quantized, Result, require_real, result_for_fil
 from quantizer.calibration.events import Events
 from quantizer.calibration.held_back import MIN_SAMPLES, may_need_data, samples_to_calibrate
 from quantizer.calibration.request import CalibrationRequest, CalibrationState
+from quantizer.config.document.document import Text
 from quantizer.config.load import load_preset
 from quantizer.config.resources import preset_text
 from quantizer.config.run_config import RUN_CONFIG, MadeFor, restored_if_refused, run_config
@@ -55,6 +56,7 @@ from quantizer.graph.ir import Graph
 from quantizer.graph.modules import Untraced, untraced_part
 from quantizer.nn.layer import check_float
 from quantizer.plan.fit.fitted_config import LayersToLeave, fitted_text
+from quantizer.plan.fit.kept_float import KeptFloat, require_no_config
 from quantizer.plugins import remedy_for_absent
 from quantizer.report.content import write_report
 from quantizer.report.tables import as_csv
@@ -84,6 +86,7 @@ def quantize(
     seed: int = 0,
     dynamic: str | None = None,
     max_mb: float | None = None,
+    keep_float: Collection[str] = (),
     overwrite: bool = False,
     events: Events | None = None,
     **options: str | os.PathLike[str],
@@ -102,12 +105,14 @@ def quantize(
         evaluate, lower_is_better: as in `Result.test`.
         max_mb: with `to="w4"`, 4 or 8 bits for each weight, so that all weights take at most
             so many 10^6 bytes in the checkpoint.
+        keep_float: layers that stay in float, as `exclude` of a config names them.
         overwrite: whether other results, changed files and the config there are replaced.
         options: the options of the target, as in `Result.export`.
 
     Raises:
         QuantizerError: `calibrate`, `Result.save`, `Result.test` or `Result.export` raises it.
-        UsageError: there is no such destination, or it needs data, or has no `max_mb`.
+        UsageError: there is no such destination, or it needs data, or has no `max_mb`; a name
+            in `keep_float` matches no layer, or there is a `config` beside it.
     """
     typed = path_of(folder, "folder")
     place = typed.absolute()
@@ -117,6 +122,8 @@ def quantize(
     inputs = [config] if isinstance(config, (str, os.PathLike)) else []
     with replacing(overwrite=overwrite, inputs=inputs), in_words_of_run(target, name):
         require_extras([target])
+        kept_names = [keep_float] if isinstance(keep_float, str) else [*keep_float]
+        require_no_config(kept_names, has_config=config is not None)
         choices = choices_for(name, checked_choices(options, target, quantize))
         has_data = data is not None
         require_sized(max_mb, name, target, has_config=config is not None, has_data=has_data)
@@ -132,8 +139,11 @@ def quantize(
             if config is None:
                 made_for = MadeFor(name, type(model).__name__, preset, max_mb)
                 sized = _sized_run(model, graph, batches, events)
+                kept = KeptFloat(kept_names, graph)
                 to_leave = layers_to_leave(target, choices)
-                config = config_file(place, made_for, sized, to_leave, overwrite=overwrite)
+                config = config_file(
+                    place, made_for, sized, to_leave, kept, overwrite=overwrite
+                )
             result = calibrate_batches(model, config, batches, settings, graph=graph)
         result.save(place, overwrite=overwrite)
         measure = partial(Result.test, evaluate=evaluate, lower_is_better=lower_is_better)
@@ -330,9 +340,17 @@ def _sized_run(
 
 
 def config_file(
-    folder: Path, made_for: MadeFor, run: SizedRun, to_leave: LayersToLeave, *, overwrite: bool
+    folder: Path,
+    made_for: MadeFor,
+    run: SizedRun,
+    to_leave: LayersToLeave,
+    kept: KeptFloat,
+    *,
+    overwrite: bool,
 ) -> Path:
-    """Return the path of the config in the folder of the run, which is written if it is new."""
+    """Return the path of the config in the folder of the run. It is written if it is new, and
+    changed if it lacks layers of `kept`.
+    """
     preset = made_for.preset
 
     def new_text() -> str:
@@ -340,10 +358,13 @@ def config_file(
         text, changes = fitted_text(preset_text(preset), preset, run.graph, to_leave)
         for change in changes:
             run.say(change)
-        return text
+        return kept.added_to(Text(preset, text))
 
     finish = partial(config_within, max_mb=made_for.max_mb, run=run)
-    return run_config(folder, made_for, new_text, finish=finish, overwrite=overwrite)
+    path = run_config(folder, made_for, new_text, finish=finish, overwrite=overwrite)
+    if kept.add_to_file(path, sized=made_for.max_mb is not None):
+        run.say(f"{', '.join(kept.names)} added to exclude of {path}")
+    return path
 
 
 def _name_of(config: AnyConfig | None, folder: Path, typed: Path) -> str:

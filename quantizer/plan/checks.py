@@ -25,7 +25,7 @@ _KEYS = {
     ("hierarchical", "cache"): "kv_cache_quant_config",
     ("hierarchical", "cache_source"): "kv_cache_quant_config",
 }
-"""The keys of selectors in the file. `exclude` has its name in both forms."""
+"""The keys of selectors in the file. Both forms have `exclude` for the others."""
 
 
 def unmatched_selectors(
@@ -65,7 +65,7 @@ def unmatched_selectors(
                 help="select those layers instead, by type or by name",
             )
         else:
-            key = _KEYS.get((form, selector.kind), selector.kind)
+            key = _KEYS.get((form, selector.kind), "exclude")
             yield Diagnostic(
                 "QZ402",
                 f"{key} {selector.text!r} matches no layer",

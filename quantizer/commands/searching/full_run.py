@@ -60,6 +60,7 @@ from quantizer.export.targets import EXPORTERS, FOLDER, require_choices
 from quantizer.export.value_names import require_fitting_names
 from quantizer.graph.ir import Graph
 from quantizer.graph.modules import module_graph, untraced_part
+from quantizer.plan.fit.kept_float import KeptFloat, require_no_config
 from quantizer.printable import json_text
 from quantizer.report.verdict import verdict
 from quantizer.results.checkpoint import Checkpoints
@@ -92,6 +93,7 @@ def _run(options: RunOptions, gates: Sequence[Gate]) -> FinishedRun:
     Raises:
         QuantizerError: a step failed, or there is no metric of a gate.
     """
+    require_no_config(options.keep_float, has_config=options.config_file is not None)
     require_result_folder(from_start(options.output_dir))
     seed_everything(options.seed)
     opened = session.open_run(options)
@@ -301,11 +303,18 @@ def _show(finished: FinishedRun, lines: Sequence[str], *, as_json: bool) -> None
 
 
 def config_of_run(
-    options: Options, made_for: MadeFor, graph: Graph, opened: session.OpenedRun, *, target: str
+    options: RunOptions,
+    made_for: MadeFor,
+    graph: Graph,
+    opened: session.OpenedRun,
+    *,
+    target: str,
 ) -> str:
     """Return the path of the run's config, and print what was fitted if it is a new one."""
     data = watched_data(options, opened.batches, graph)
     sized = SizedRun(opened.loaded.module, graph, data, say_note)
     to_leave = layers_to_leave(target, options.target_choices)
+    kept = KeptFloat(options.keep_float, graph)
     folder = from_start(options.output_dir)
-    return str(config_file(folder, made_for, sized, to_leave, overwrite=options.overwrite))
+    overwrite = options.overwrite
+    return str(config_file(folder, made_for, sized, to_leave, kept, overwrite=overwrite))

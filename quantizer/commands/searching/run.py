@@ -53,6 +53,12 @@ class RunOptions(Options):
         type=float,
         metavar="MB",
     )
+    keep_float: tuple[str, ...] = option(
+        "Keep a layer in float: a name, a pattern or a kind such as kind:head, as `exclude` of "
+        "the config takes it. May be repeated.",
+        default=(),
+        metavar="LAYER",
+    )
     minutes: float = minutes_option(
         "With --gate: if a gate does not hold, look for a better config for so many minutes; "
         "0 looks for none."
@@ -66,6 +72,7 @@ class RunOptions(Options):
     "preset",
     "config_file",
     "max_mb",
+    "keep_float",
     "weights",
     "trust",
     "dynamic",
@@ -106,6 +113,7 @@ def run(model: str, options: RunOptions) -> None:
     quantizer run my_model.py
     quantizer run my_model.py --to onnx --gate 'sqnr_db>=20'
     quantizer run my_model.py --to w8 -o small
+    quantizer run my_model.py --keep_float kind:head
     """
     if process.is_rank():
         raise UsageError(

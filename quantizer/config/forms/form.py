@@ -28,12 +28,7 @@ Source: AMD Quark for PyTorch, documentation of `Config`.
 """
 
 _LAYERED_BLOCKS = frozenset(
-    {
-        "overall_quantize_config",
-        "tensor_quantize_config",
-        "layer_quantize_config",
-        "quantizable_data_type",
-    }
+    {"overall_quantize_config", "tensor_quantize_config", "layer_quantize_config"}
 )
 """Source: Vitis AI, quantization configuration."""
 
@@ -51,9 +46,9 @@ CACHE_BLOCK = "kv_cache_quant_config"
 
 def form_of(value: JsonMapping) -> Form:
     """Return the form of a file: hierarchical with a key of that form, or its required key
-    misspelt, and no overall block. `exclude` alone is of that form, too.
+    misspelt, and no overall block.
 
-    >>> form_of({"exclude": []}), form_of({"global_quant_confg": {}}), form_of({})
+    >>> form_of({"algo_config": []}), form_of({"global_quant_confg": {}}), form_of({})
     ('hierarchical', 'hierarchical', 'layered')
     """
     return _form_of(frozenset(value))
@@ -68,9 +63,7 @@ def _form_of(keys: frozenset[str]) -> Form:
     if keys & _LAYERED_BLOCKS:
         return "layered"
     meant = {closest_word(key, ("global_quant_config", *_LAYERED_BLOCKS)) for key in keys}
-    if "global_quant_config" in meant:
-        return "hierarchical"
-    return "hierarchical" if "exclude" in keys and meant == {None} else "layered"
+    return "hierarchical" if "global_quant_config" in meant else "layered"
 
 
 def block_of(form: Form, name: str = "") -> JsonMapping:
