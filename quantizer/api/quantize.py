@@ -112,7 +112,7 @@ def quantize(
     Raises:
         QuantizerError: `calibrate`, `Result.save`, `Result.test` or `Result.export` raises it.
         UsageError: there is no such destination, or it needs data, or has no `max_mb`; a name
-            in `keep_float` matches no layer, or there is a `config` beside it.
+            in `keep_float` matches no layer, or there is a `config`, too.
     """
     typed = path_of(folder, "folder")
     place = typed.absolute()

@@ -17,6 +17,7 @@ from support.runs import ROOT
 ON_DIGITS = [
     "bad_layer.md",
     "dpu_network.md",
+    "keep_float.md",
     "mixed_precision.md",
     "npu.md",
     "openvino.md",

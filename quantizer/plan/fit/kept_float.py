@@ -21,7 +21,7 @@ from quantizer.storage.replacing import replace_file
 
 
 def require_no_config(names: Collection[str], *, has_config: bool) -> None:
-    """Check that no layers are named beside a config of the user, which is never changed.
+    """Check that no layers are named for a config of the user, which is never changed.
 
     Raises:
         UsageError: there are both.
