@@ -56,7 +56,7 @@ from quantizer.graph.ir import Graph
 from quantizer.graph.modules import Untraced, untraced_part
 from quantizer.nn.layer import check_float
 from quantizer.plan.fit.fitted_config import LayersToLeave, fitted_text
-from quantizer.plan.fit.kept_float import KeptFloat, require_no_config
+from quantizer.plan.fit.kept_float import keep_in_file, kept_names, with_kept
 from quantizer.plugins import remedy_for_absent
 from quantizer.report.content import write_report
 from quantizer.report.tables import as_csv
@@ -100,19 +100,15 @@ def quantize(
             "w4", "w8a8", "fp8" or "gguf". None: "w4" if the model generates text, else "onnx".
         folder: the folder for config, results, report and the written file.
         config: as in `calibrate`. None for `quantize_config.json` in the folder, or a preset.
-        evaluation_data: the data to test and verify with. If it is None, the last quarter of
-            `data` is held back for that, if there are at least 16 samples.
+        evaluation_data: to test and verify with. None: the last quarter of 16 samples or more.
         evaluate, lower_is_better: as in `Result.test`.
-        max_mb: with `to="w4"`, 4 or 8 bits for each weight, so that all weights take at most
-            so many 10^6 bytes in the checkpoint.
+        max_mb: the most 10^6 bytes of weights with `to="w4"`, which then get 4 or 8 bits each.
         keep_float: layers that stay in float, as `exclude` of a config names them.
         overwrite: whether other results, changed files and the config there are replaced.
         options: the options of the target, as in `Result.export`.
 
     Raises:
-        QuantizerError: `calibrate`, `Result.save`, `Result.test` or `Result.export` raises it.
-        UsageError: there is no such destination, or it needs data, or has no `max_mb`; a name
-            in `keep_float` matches no layer, or there is a `config`, too.
+        QuantizerError: as of `calibrate` and `Result`; a `UsageError` for a wrong argument.
     """
     typed = path_of(folder, "folder")
     place = typed.absolute()
@@ -122,8 +118,7 @@ def quantize(
     inputs = [config] if isinstance(config, (str, os.PathLike)) else []
     with replacing(overwrite=overwrite, inputs=inputs), in_words_of_run(target, name):
         require_extras([target])
-        kept_names = [keep_float] if isinstance(keep_float, str) else [*keep_float]
-        require_no_config(kept_names, has_config=config is not None)
+        kept = kept_names(keep_float, has_config=config is not None)
         choices = choices_for(name, checked_choices(options, target, quantize))
         has_data = data is not None
         require_sized(max_mb, name, target, has_config=config is not None, has_data=has_data)
@@ -137,13 +132,10 @@ def quantize(
         with restored_if_refused(place):
             mark_result_folder(place)
             if config is None:
-                made_for = MadeFor(name, type(model).__name__, preset, max_mb)
+                made_for = MadeFor(name, type(model).__name__, preset, max_mb, kept)
                 sized = _sized_run(model, graph, batches, events)
-                kept = KeptFloat(kept_names, graph)
                 to_leave = layers_to_leave(target, choices)
-                config = config_file(
-                    place, made_for, sized, to_leave, kept, overwrite=overwrite
-                )
+                config = config_file(place, made_for, sized, to_leave, overwrite=overwrite)
             result = calibrate_batches(model, config, batches, settings, graph=graph)
         result.save(place, overwrite=overwrite)
         measure = partial(Result.test, evaluate=evaluate, lower_is_better=lower_is_better)
@@ -340,30 +332,25 @@ def _sized_run(
 
 
 def config_file(
-    folder: Path,
-    made_for: MadeFor,
-    run: SizedRun,
-    to_leave: LayersToLeave,
-    kept: KeptFloat,
-    *,
-    overwrite: bool,
+    folder: Path, made_for: MadeFor, run: SizedRun, to_leave: LayersToLeave, *, overwrite: bool
 ) -> Path:
-    """Return the path of the config in the folder of the run. It is written if it is new, and
-    changed if it lacks layers of `kept`.
+    """Return the path of the config in the folder of the run, which is written if it is new, or
+    if it quantizes layers to keep in float.
     """
     preset = made_for.preset
+    kept = made_for.keep_float
 
     def new_text() -> str:
         """Return the preset, fitted to the model and the file."""
         text, changes = fitted_text(preset_text(preset), preset, run.graph, to_leave)
         for change in changes:
             run.say(change)
-        return kept.added_to(Text(preset, text))
+        return with_kept(Text(preset, text), kept, run.graph)
 
     finish = partial(config_within, max_mb=made_for.max_mb, run=run)
     path = run_config(folder, made_for, new_text, finish=finish, overwrite=overwrite)
-    if kept.add_to_file(path, sized=made_for.max_mb is not None):
-        run.say(f"{', '.join(kept.names)} added to exclude of {path}")
+    if keep_in_file(path, kept, run.graph, is_sized=made_for.max_mb is not None):
+        run.say(f"{', '.join(kept)} added to exclude of {path}")
     return path
 
 

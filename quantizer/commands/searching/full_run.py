@@ -60,7 +60,7 @@ from quantizer.export.targets import EXPORTERS, FOLDER, require_choices
 from quantizer.export.value_names import require_fitting_names
 from quantizer.graph.ir import Graph
 from quantizer.graph.modules import module_graph, untraced_part
-from quantizer.plan.fit.kept_float import KeptFloat, require_no_config
+from quantizer.plan.fit.kept_float import kept_names
 from quantizer.printable import json_text
 from quantizer.report.verdict import verdict
 from quantizer.results.checkpoint import Checkpoints
@@ -93,7 +93,7 @@ def _run(options: RunOptions, gates: Sequence[Gate]) -> FinishedRun:
     Raises:
         QuantizerError: a step failed, or there is no metric of a gate.
     """
-    require_no_config(options.keep_float, has_config=options.config_file is not None)
+    kept = kept_names(options.keep_float, has_config=options.config_file is not None)
     require_result_folder(from_start(options.output_dir))
     seed_everything(options.seed)
     opened = session.open_run(options)
@@ -138,7 +138,7 @@ def _run(options: RunOptions, gates: Sequence[Gate]) -> FinishedRun:
         with restored_if_refused(folder):
             mark_result_folder(folder)
             if preset is not None:
-                made_for = MadeFor(name, opened.loaded.name, preset, options.max_mb)
+                made_for = MadeFor(name, opened.loaded.name, preset, options.max_mb, kept)
                 path = config_of_run(options, made_for, graph, opened, target=target)
                 options = replace(options, config_file=path)
                 data = data.with_config(path)
@@ -274,7 +274,8 @@ def _on_modules(
         if options.config_file is None:
             config = load_preset(preset)
             require_weights_only(model, config, error)
-            made_for = MadeFor(name, opened.loaded.name, preset)
+            kept = options.keep_float
+            made_for = MadeFor(name, opened.loaded.name, preset, keep_float=kept)
             modules = module_graph(model)
             config_file = config_of_run(options, made_for, modules, opened, target=target)
             options = replace(options, config_file=config_file)
@@ -303,18 +304,11 @@ def _show(finished: FinishedRun, lines: Sequence[str], *, as_json: bool) -> None
 
 
 def config_of_run(
-    options: RunOptions,
-    made_for: MadeFor,
-    graph: Graph,
-    opened: session.OpenedRun,
-    *,
-    target: str,
+    options: Options, made_for: MadeFor, graph: Graph, opened: session.OpenedRun, *, target: str
 ) -> str:
     """Return the path of the run's config, and print what was fitted if it is a new one."""
     data = watched_data(options, opened.batches, graph)
     sized = SizedRun(opened.loaded.module, graph, data, say_note)
     to_leave = layers_to_leave(target, options.target_choices)
-    kept = KeptFloat(options.keep_float, graph)
     folder = from_start(options.output_dir)
-    overwrite = options.overwrite
-    return str(config_file(folder, made_for, sized, to_leave, kept, overwrite=overwrite))
+    return str(config_file(folder, made_for, sized, to_leave, overwrite=options.overwrite))
