@@ -126,6 +126,7 @@ def quantize(
     seed: int = 0,
     dynamic: str | None = None,
     max_mb: float | None = None,
+    keep_float: Collection[str] = (),
     overwrite: bool = False,
     events: Events | None = None,
     onnx_profile: Literal["exact", "fast", "tuned", "mixed", "tensorrt", "npu"] = ...,
@@ -149,11 +150,10 @@ def quantize(
             "w4", "w8a8", "fp8" or "gguf". None: "w4" if the model generates text, else "onnx".
         folder: the folder for config, results, report and the written file.
         config: as in `calibrate`. None for `quantize_config.json` in the folder, or a preset.
-        evaluation_data: the data to test and verify with. If it is None, the last quarter of
-            `data` is held back for that, if there are at least 16 samples.
+        evaluation_data: to test and verify with. None: the last quarter of 16 samples or more.
         evaluate, lower_is_better: as in `Result.test`.
-        max_mb: with `to="w4"`, 4 or 8 bits for each weight, so that all weights take at most
-            so many 10^6 bytes in the checkpoint.
+        max_mb: the most 10^6 bytes of weights with `to="w4"`, which then get 4 or 8 bits each.
+        keep_float: layers that stay in float, as `exclude` of a config names them.
         overwrite: whether other results, changed files and the config there are replaced.
         onnx_profile: An .onnx rounds as the config says, or as ONNX Runtime's fastest
             kernels do. tuned and mixed leave in float what integers make slower on this
@@ -179,6 +179,5 @@ def quantize(
         options: the options of the target, as in `Result.export`.
 
     Raises:
-        QuantizerError: `calibrate`, `Result.save`, `Result.test` or `Result.export` raises it.
-        UsageError: there is no such destination, or it needs data, or has no `max_mb`.
+        QuantizerError: as of `calibrate` and `Result`; a `UsageError` for a wrong argument.
     """

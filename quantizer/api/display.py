@@ -34,6 +34,7 @@ _SAME_NAMES = (
     "dynamic",
     "evaluate",
     "fast_finetune",
+    "keep_float",
     "max_mb",
     "memory",
     "model",

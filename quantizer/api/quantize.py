@@ -24,6 +24,7 @@ from quantizer.api.result import Quantized, Result, require_real, result_for_fil
 from quantizer.calibration.events import Events
 from quantizer.calibration.held_back import MIN_SAMPLES, may_need_data, samples_to_calibrate
 from quantizer.calibration.request import CalibrationRequest, CalibrationState
+from quantizer.config.document.document import Text
 from quantizer.config.load import load_preset
 from quantizer.config.resources import preset_text
 from quantizer.config.run_config import RUN_CONFIG, MadeFor, restored_if_refused, run_config
@@ -56,6 +57,7 @@ from quantizer.graph.ir import Graph
 from quantizer.graph.modules import Untraced, untraced_part
 from quantizer.nn.layer import check_float
 from quantizer.plan.fit.fitted_config import LayersToLeave, fitted_text
+from quantizer.plan.fit.kept_float import keep_in_file, kept_names, with_kept
 from quantizer.report.content import write_report
 from quantizer.report.tables import as_csv
 from quantizer.report.verdict import VerdictFacts, verdict
@@ -84,6 +86,7 @@ def quantize(
     seed: int = 0,
     dynamic: str | None = None,
     max_mb: float | None = None,
+    keep_float: Collection[str] = (),
     overwrite: bool = False,
     events: Events | None = None,
     **options: str | os.PathLike[str],
@@ -97,17 +100,15 @@ def quantize(
             "w4", "w8a8", "fp8" or "gguf". None: "w4" if the model generates text, else "onnx".
         folder: the folder for config, results, report and the written file.
         config: as in `calibrate`. None for `quantize_config.json` in the folder, or a preset.
-        evaluation_data: the data to test and verify with. If it is None, the last quarter of
-            `data` is held back for that, if there are at least 16 samples.
+        evaluation_data: to test and verify with. None: the last quarter of 16 samples or more.
         evaluate, lower_is_better: as in `Result.test`.
-        max_mb: with `to="w4"`, 4 or 8 bits for each weight, so that all weights take at most
-            so many 10^6 bytes in the checkpoint.
+        max_mb: the most 10^6 bytes of weights with `to="w4"`, which then get 4 or 8 bits each.
+        keep_float: layers that stay in float, as `exclude` of a config names them.
         overwrite: whether other results, changed files and the config there are replaced.
         options: the options of the target, as in `Result.export`.
 
     Raises:
-        QuantizerError: `calibrate`, `Result.save`, `Result.test` or `Result.export` raises it.
-        UsageError: there is no such destination, or it needs data, or has no `max_mb`.
+        QuantizerError: as of `calibrate` and `Result`; a `UsageError` for a wrong argument.
     """
     typed = path_of(folder, "folder")
     place = typed.absolute()
@@ -117,6 +118,7 @@ def quantize(
     inputs = [config] if isinstance(config, (str, os.PathLike)) else []
     with replacing(overwrite=overwrite, inputs=inputs), in_words_of_run(target, name):
         require_extras([target])
+        kept = kept_names(keep_float, has_config=config is not None)
         choices = choices_for(name, checked_choices(options, target, quantize))
         has_data = data is not None
         require_sized(max_mb, name, target, has_config=config is not None, has_data=has_data)
@@ -130,7 +132,7 @@ def quantize(
         with restored_if_refused(place):
             mark_result_folder(place)
             if config is None:
-                made_for = MadeFor(name, type(model).__name__, preset, max_mb)
+                made_for = MadeFor(name, type(model).__name__, preset, max_mb, kept)
                 sized = _sized_run(model, graph, batches, events)
                 to_leave = layers_to_leave(target, choices)
                 config = config_file(place, made_for, sized, to_leave, overwrite=overwrite)
@@ -332,18 +334,24 @@ def _sized_run(
 def config_file(
     folder: Path, made_for: MadeFor, run: SizedRun, to_leave: LayersToLeave, *, overwrite: bool
 ) -> Path:
-    """Return the path of the config in the folder of the run, which is written if it is new."""
+    """Return the path of the config in the folder of the run, which is written if it is new, or
+    if it quantizes layers to keep in float.
+    """
     preset = made_for.preset
+    kept = made_for.keep_float
 
     def new_text() -> str:
         """Return the preset, fitted to the model and the file."""
         text, changes = fitted_text(preset_text(preset), preset, run.graph, to_leave)
         for change in changes:
             run.say(change)
-        return text
+        return with_kept(Text(preset, text), kept, run.graph)
 
     finish = partial(config_within, max_mb=made_for.max_mb, run=run)
-    return run_config(folder, made_for, new_text, finish=finish, overwrite=overwrite)
+    path = run_config(folder, made_for, new_text, finish=finish, overwrite=overwrite)
+    if keep_in_file(path, kept, run.graph, is_sized=made_for.max_mb is not None):
+        run.say(f"{', '.join(kept)} added to exclude of {path}")
+    return path
 
 
 def _name_of(config: AnyConfig | None, folder: Path, typed: Path) -> str:

@@ -13,6 +13,7 @@ from quantizer.cli.terminal.render import say
 from quantizer.cli.terminal.screen import notes_on_stderr
 from quantizer.cli.traced_model import traced_model
 from quantizer.config.document.document import Document
+from quantizer.config.document.fixes import paste
 from quantizer.config.document.read import read_document
 from quantizer.config.forms.hierarchical_spec import FIELDS_OF_KEYS, specification
 from quantizer.config.forms.layered import FIELDS
@@ -56,6 +57,10 @@ def explain_layer(name: str, options: Options) -> None:
     for layer in layers:
         for line in _lines(plan, layer, document, read.config.form):
             say(line)
+    if any(plan.of_layer(layer) for layer in layers):
+        excluded = document.value.get("exclude") or []
+        line = paste({"exclude": [*excluded, name]})
+        say(f"to keep it in float, write {line} in the config")
 
 
 def _lines(plan: Plan, layer: str, document: Document, form: str) -> Iterator[str]:

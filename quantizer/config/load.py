@@ -187,12 +187,16 @@ def _translate(document: Document) -> tuple[ResolvedConfig | None, _Findings]:
 def _resolved(
     file: Document, form: Form, settings: Settings, rules: Iterable[ConfigRule]
 ) -> ResolvedConfig:
-    """Return the config of a file in a form, with its algorithms."""
+    """Return the config of a file in a form, with its algorithms and the layers it excludes."""
     algorithms: tuple[Algorithm, ...] = ()
     if file.entries(*ALGORITHM_BLOCKS[form]):
         from quantizer.config.forms.algorithm_words import read_algorithms
 
         algorithms = read_algorithms(file, form)
+    if file.get("exclude"):
+        from quantizer.config.forms.excluded import excludes
+
+        rules = [*rules, *excludes(file)]
     source = file.source
     return ResolvedConfig(
         settings=settings,

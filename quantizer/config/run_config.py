@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,12 +38,14 @@ class MadeFor:
         model: the class of the model.
         preset: that it starts from. It depends on whether there is calibration data.
         max_mb: the limit of the size, if there is one.
+        keep_float: names of layers that it excludes, also if it is there already.
     """
 
     destination: str
     model: str
     preset: str
     max_mb: float | None = None
+    keep_float: Sequence[str] = ()
 
     @property
     def to(self) -> str:

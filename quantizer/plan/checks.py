@@ -17,17 +17,6 @@ from quantizer.plan.axes import PlannedTensor
 from quantizer.plan.match import MatchedRule
 from quantizer.plan.model import RANKS, Key, TensorPlan
 
-_KEYS = {
-    ("layered", "type"): "layer_type",
-    ("layered", "name"): "layer_name",
-    ("hierarchical", "type"): "layer_type_quant_config",
-    ("hierarchical", "name"): "layer_quant_config",
-    ("hierarchical", "exclude"): "exclude",
-    ("hierarchical", "cache"): "kv_cache_quant_config",
-    ("hierarchical", "cache_source"): "kv_cache_quant_config",
-}
-"""The keys of selectors in the file."""
-
 
 def unmatched_selectors(
     form: Form, rules: Sequence[MatchedRule], original: Graph
@@ -43,7 +32,7 @@ def unmatched_selectors(
         is_matched = bool(row.match.layers or row.match.named)
         if is_matched or selector.kind == "all" or not selector.required:
             continue
-        from quantizer.plan.selected import SELECTED_KINDS, advice, how_to_list_layers
+        from quantizer.plan.selected import SELECTED_KINDS, advice, how_to_list_layers, key_of
 
         if selector.text in SELECTED_KINDS:
             continue
@@ -68,7 +57,7 @@ def unmatched_selectors(
         else:
             yield Diagnostic(
                 "QZ402",
-                f"{_KEYS[form, selector.kind]} {selector.text!r} matches no layer",
+                f"{key_of(selector, form)} {selector.text!r} matches no layer",
                 selector.place,
                 help=advice(selector, original),
             )

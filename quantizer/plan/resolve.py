@@ -181,10 +181,8 @@ class _Resolver:
             if reason:
                 self.floats[node.name] = reason
             elif not self._decide(node.name, output_role(node), group, self._view(group)):
-                self.floats[node.name] = LEFT_FLOAT
-                for rule in self._rules_for(group.members):
-                    if RANKS[rule.match.rank] == "exclude":
-                        self.floats[node.name] = EXCLUDED
+                ranks = {RANKS[rule.match.rank] for rule in self._rules_for(group.members)}
+                self.floats[node.name] = EXCLUDED if "exclude" in ranks else LEFT_FLOAT
 
     def _group_of(self, node: Node) -> Group | None:
         """Return the group that is quantized at the layer's output, if any."""

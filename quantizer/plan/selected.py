@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 
+from quantizer.config.forms.form import Form
 from quantizer.config.model import Selector
 from quantizer.errors import QuantizerError, UsageError
 from quantizer.graph.ir import Graph, Node
@@ -39,11 +40,27 @@ the last layer that multiplies.
 """
 
 
+_KEYS = {
+    ("type", "layered"): "layer_type",
+    ("name", "layered"): "layer_name",
+    ("type", "hierarchical"): "layer_type_quant_config",
+    ("name", "hierarchical"): "layer_quant_config",
+    ("cache", "hierarchical"): "kv_cache_quant_config",
+    ("cache_source", "hierarchical"): "kv_cache_quant_config",
+}
+"""The keys of selectors in a file. Both forms have `exclude` for the other ones."""
+
+
 # The word of other frameworks, and of the documentation of the hierarchical form
 _OTHER_WORDS = {"dense": "Linear"}
 
 MATCHING_S = 2
 """The time limit for a regular expression."""
+
+
+def key_of(selector: Selector, form: Form) -> str:
+    """Return the key under which a file of a form has a selector."""
+    return _KEYS.get((selector.kind, form), "exclude")
 
 
 def attentions(named: Match, graph: Graph) -> Match:

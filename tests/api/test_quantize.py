@@ -52,6 +52,37 @@ def test_the_shell_and_python_write_the_same_files(
             assert path.read_bytes() == Path("shell", path.relative_to("python")).read_bytes()
 
 
+def test_layers_are_kept_in_float_as_in_the_shell(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("net.py").write_text(MODEL)
+    asked = ["-q", "--to", "pt2", "--keep_float", "2"]
+    assert run_command(["run", "net.py", *asked, "-o", "shell"]) == 0
+    quantizer.quantize(network(), batches(), "pt2", folder="python", keep_float=["2"])
+    configs = [Path(name, "quantize_config.json").read_text() for name in ("shell", "python")]
+    assert configs[0] == configs[1]
+    assert json.loads(configs[0])["exclude"] == ["2"]
+    # A single name may stand without a list
+    quantizer.quantize(network(), batches(), "pt2", folder="single", keep_float="2")
+    assert Path("single/quantize_config.json").read_text() == configs[0]
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"keep_float": ["layer2"]}, "`keep_float`: 'layer2' matches no layer of Sequential"),
+        ({"keep_float": ["2"], "config": "mine.json"}, "the config of this run is yours"),
+    ],
+)
+def test_layers_that_cannot_be_kept_in_float_are_refused(
+    settings: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(UsageError, match=message):
+        quantizer.quantize(network(), batches(), "pt2", folder=tmp_path / "made", **settings)
+    assert not (tmp_path / "made" / "quantize_config.json").exists()
+
+
 def test_the_text_of_the_result_is_the_verdict(tmp_path: Path) -> None:
     made = quantizer.quantize(network(), batches(), "w8", folder=tmp_path)
     lines = repr(made).splitlines()

@@ -97,7 +97,8 @@ EXPLAINED: dict[str, tuple[dict[str, Any], list[str]]] = {
     "layered": (
         LAYERED,
         ["weights", "per_channel true q.json", "symmetry true q.json", "calib_statistic_method max q.json",
-         "datatype int default", "symmetric_scale quant_max default", "activation", "per_channel false q.json"],
+         "datatype int default", "symmetric_scale quant_max default", "activation", "per_channel false q.json",
+         'to keep it in float, write "exclude": ["0"] in the config'],
     ),
     "hierarchical": (
         {"global_quant_config": SPELLED_OTHERWISE},
@@ -108,6 +109,10 @@ EXPLAINED: dict[str, tuple[dict[str, Any], list[str]]] = {
     "blocks": (
         {"global_quant_config": BLOCKS},
         ["input_tensors", "dtype mx q.json", "mx_element_dtype fp4 q.json", "dynamic true q.json", "axis -1 q.json"],
+    ),
+    "excluded": (
+        LAYERED | {"exclude": ["kind:embedding"]},
+        ['to keep it in float, write "exclude": ["kind:embedding", "0"] in the config'],
     ),
     "off": (OFF, ["weight: float, set by q.json"]),
 }  # fmt: skip

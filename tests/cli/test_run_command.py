@@ -159,6 +159,74 @@ def test_an_existing_config_is_taken_as_it_is(write: Callable[[str], str]) -> No
     assert resolved["global_quant_config"]["weight"]["dtype"] == "int4"
 
 
+def test_a_layer_is_kept_in_float_in_a_new_config_and_in_that_of_an_earlier_run(
+    write: Callable[[str], str],
+) -> None:
+    model = write(MODEL)
+    keep = ["--keep_float", "kind:head", "--keep_float", "0"]
+    config = Path("quantize_result/quantize_config.json")
+    assert run_command(["run", model, "-q", "--to", "w8", *keep[:2]]) == 0
+    assert run_command(["run", model, "-q", "--to", "pt2", "--overwrite", *keep[:2]]) == 0
+    assert json.loads(config.read_text())["exclude"] == ["kind:head"]
+    assert run_command(["run", model, "-q", "--to", "pt2", *keep[2:]]) == 0
+    both = config.read_text()
+    assert json.loads(both)["exclude"] == ["kind:head", "0"]
+    # They stay, and are not added twice
+    assert run_command(["run", model, "-q", "--to", "pt2", *keep]) == 0
+    assert run_command(["run", model, "-q", "--to", "pt2"]) == 0
+    assert config.read_text() == both
+    plan = json.loads(Path("quantize_result/plan.json").read_text())
+    assert not [node for node in plan["layers"] if "weights" in node.get("tensors", {})]
+
+
+def test_layers_of_both_forms_are_kept_in_float(write: Callable[[str], str]) -> None:
+    model = write(MODEL)
+    for destination in ("w8", "pt2"):
+        asked = ["--to", destination, "-o", destination, "--keep_float", "3"]
+        assert run_command(["run", model, "-q", *asked]) == 0
+        config = json.loads(Path(destination, "quantize_config.json").read_text())
+        assert "3" in config["exclude"]
+        plan = json.loads(Path(destination, "plan.json").read_text())
+        roles = {node["name"]: node.get("tensors", {}) for node in plan["layers"]}
+        assert "weights" in roles["Sequential::Sequential/Conv2d[0]/conv2d"]
+        assert roles["Sequential::Sequential/Linear[3]/linear"] == {}
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("kind:heads", "did you mean 'kind:head'"),
+        ("Sequential::Sequential/Linear[4]/linear", "Linear[3]/linear'"),
+        ("*x", "`"),
+    ],
+)
+def test_a_layer_that_is_not_there_is_refused_before_anything_is_written(
+    name: str, meant: str, write: Callable[[str], str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run_command(["run", write(MODEL), "-q", "--keep_float", name]) == 2
+    error = capsys.readouterr().err
+    assert f"--keep_float: '{name}' matches no layer of Sequential" in error
+    assert meant in error
+    assert not Path("quantize_result/quantize_config.json").exists()
+
+
+def test_a_config_of_the_user_is_not_changed(
+    write: Callable[[str], str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = write(MODEL)
+    assert run_command(["run", model, "-q", "--to", "w8"]) == 0
+    config = Path("quantize_result/quantize_config.json")
+    config.write_text(config.read_text().replace('"int8"', '"int4"'))
+    edited = config.read_bytes()
+    line = 'leave --keep_float out, and add "exclude": ["3"] to it'
+    for options in ([], ["--config_file", str(config)]):
+        capsys.readouterr()
+        asked = ["run", model, "-q", "--to", "w8", "--keep_float", "3", *options]
+        assert run_command(asked) == 2
+        assert line in capsys.readouterr().err
+        assert config.read_bytes() == edited
+
+
 def test_a_config_for_another_destination_is_refused_with_the_difference(
     write: Callable[[str], str], capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -188,6 +188,14 @@ BACK: dict[str, dict[str, Any]] = {
     ),
     "the whole network": document(),
     "equalized": document(include_cle=True),
+    "activations of the network, others of types": document(
+        layer("l*", roles=["activation"]),
+        layer(type="torch.nn.Conv2d", roles=["weights", "activation"], bit_width=4),
+        layer(type="Linear", roles=[]),
+    ),
+    "excluded layers, one with an entry": document(
+        layer("fc", roles=["weights"], bit_width=4), exclude=["fc", "layer1.*"]
+    ),
     "the whole network but a layer": document(
         layer("fc", roles=["weights"], bit_width=4), layer("conv1", roles=[])
     ),
@@ -402,20 +410,24 @@ def test_a_module_that_inherits_inputs_may_have_layers_without_weights() -> None
         )
 
 
-def test_an_excluded_pattern_is_weaker_than_a_name_in_the_layered_form() -> None:
+def test_an_excluded_pattern_is_stronger_than_a_name_in_both_forms() -> None:
     blocks = {
         "global_quant_config": {"weight": INT8},
         "layer_quant_config": {"fc": {"bias": BIAS}},
         "exclude": ["f*"],
     }
-    assert codes(to_layered(config(blocks))[1]) == ["QZ124"]
+    layered, findings = to_layered(config(blocks))
+    assert not codes(findings)
+    assert layered["exclude"] == ["f*"]
+    plans_alike(blocks, layered)
 
 
 TO_HIERARCHICAL: dict[str, tuple[dict[str, Any], str]] = {
     "activations of the network, others of a type": (
-        document(layer(type="Linear", roles=[])),
+        document(layer(type="ReLU", roles=[])),
         "layer_type",
     ),
+    "a class of the user": (document(layer(type="models.Linear", roles=[])), "layer_type"),
     "a switch": (
         document(quantizable_data_type=["weights"], keep_add_layer_accuracy=True),
         "keep_add_layer_accuracy",
@@ -465,6 +477,26 @@ def test_what_the_hierarchical_form_cannot_say(name: str) -> None:
     errors = [found for found in findings if found.severity == "error"]
     assert any(message in found.message for found in errors)
     assert all(found.code == "QZ124" and found.place for found in errors)
+
+
+def test_the_documented_example_has_one_method_that_the_other_form_lacks() -> None:
+    path = ROOT / "tests" / "cases" / "configs" / "valid" / "documented_example.json"
+    _, findings = to_hierarchical(load_config(path).require())
+    assert all(found.place and found.place.line for found in findings)
+    [error] = [found for found in findings if found.severity == "error"]
+    assert str(error.place) == f"{path}:56:21"
+    assert error.message.startswith("method entropy: the hierarchical form has no observer")
+    assert error.help == "keep the layered form, or write maxmin, percentile or mse"
+    value = json.loads(path.read_text("utf-8"))
+    # With maxmin, both forms find the range of several batches alike
+    value["tensor_quantize_config"]["activation"]["method"] = "maxmin"
+    entry = value["layer_quantize_config"][0]
+    entry["tensor_quantize_config"]["activation"] = {"round_mode": "half_up"}
+    # The toy has no layer of the second entry
+    del value["layer_quantize_config"][1]
+    written, findings = to_hierarchical(config(value))
+    assert codes(findings) == []
+    plans_alike(value, written)
 
 
 def test_the_dpu_has_the_layered_form_only() -> None:

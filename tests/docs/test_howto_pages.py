@@ -18,6 +18,7 @@ ON_DIGITS = [
     "bad_layer.md",
     "dpu_network.md",
     "judging.md",
+    "keep_float.md",
     "microcontroller.md",
     "mixed_precision.md",
     "npu.md",

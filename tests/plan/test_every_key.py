@@ -45,6 +45,7 @@ SWITCHES: dict[str, Any] = {
     "onnx_opset_version": 17,
     "target_device": "GPU",
     "quantizable_data_type": ["weights"],
+    "exclude": ["se"],
 }
 ROLES_OF = {"signed": ["input", "activation"]}
 """The tensors that a parameter has another legal value for, where not for all: weights and

@@ -124,6 +124,43 @@ def test_the_page_says_what_the_values_say(folder: Path) -> None:
     assert sections == [name for name in SECTIONS if name not in ABSENT]
 
 
+class Repeated(nn.Module):
+    """One of its modules is called twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.twice, self.head = nn.Linear(4, 4), nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.twice(self.twice(x)))
+
+
+def test_the_line_beside_a_layer_keeps_it_alone_in_float(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = Repeated().eval()
+    data = [torch.randn(4, 4)]
+    config = document(quantizable_data_type=["weights", "activation"])
+    quantizer.calibrate(model, config, data).save(tmp_path / "all")
+    values = content(tmp_path / "all")
+    made = Texts((tmp_path / "all" / "report.html").read_text(encoding="utf-8"))
+    lines = {text for text in made.texts if text.startswith('"exclude": [')}
+    rows = {(row["layer"], row["tensor"]) for row in values["layers"]}
+    assert len(lines) == len({layer for layer, _ in rows})
+    quantized = set()
+    for index, line in enumerate(sorted(lines)):
+        place = tmp_path / str(index)
+        changed = config | json.loads(f"{{{line}}}")
+        quantizer.calibrate(model, changed, data).save(place)
+        left = {(row["layer"], row["tensor"]) for row in content(place)["layers"]}
+        assert len({layer for layer, _ in rows - left}) == 1
+        assert left < rows
+        quantized.add(frozenset(left))
+        # Such a config has the list, and a second one would be an error
+        page_of_changed = (place / "report.html").read_text(encoding="utf-8")
+        assert not any(text.startswith('"exclude": [') for text in Texts(page_of_changed).texts)
+    assert len(quantized) == len(lines)
+
+
 def test_figures_are_those_of_the_data(folder: Path) -> None:
     rows = {
         (row["layer"].rpartition("/")[2], row["tensor"]): row

@@ -60,6 +60,7 @@ from quantizer.export.targets import EXPORTERS, FOLDER, require_choices
 from quantizer.export.value_names import require_fitting_names
 from quantizer.graph.ir import Graph
 from quantizer.graph.modules import module_graph, untraced_part
+from quantizer.plan.fit.kept_float import kept_names
 from quantizer.printable import json_text
 from quantizer.report.verdict import verdict
 from quantizer.results.checkpoint import Checkpoints
@@ -92,6 +93,7 @@ def _run(options: RunOptions, gates: Sequence[Gate]) -> FinishedRun:
     Raises:
         QuantizerError: a step failed, or there is no metric of a gate.
     """
+    kept = kept_names(options.keep_float, has_config=options.config_file is not None)
     require_result_folder(from_start(options.output_dir))
     seed_everything(options.seed)
     opened = session.open_run(options)
@@ -136,7 +138,7 @@ def _run(options: RunOptions, gates: Sequence[Gate]) -> FinishedRun:
         with restored_if_refused(folder):
             mark_result_folder(folder)
             if preset is not None:
-                made_for = MadeFor(name, opened.loaded.name, preset, options.max_mb)
+                made_for = MadeFor(name, opened.loaded.name, preset, options.max_mb, kept)
                 path = config_of_run(options, made_for, graph, opened, target=target)
                 options = replace(options, config_file=path)
                 data = data.with_config(path)
@@ -272,7 +274,8 @@ def _on_modules(
         if options.config_file is None:
             config = load_preset(preset)
             require_weights_only(model, config, error)
-            made_for = MadeFor(name, opened.loaded.name, preset)
+            kept = options.keep_float
+            made_for = MadeFor(name, opened.loaded.name, preset, keep_float=kept)
             modules = module_graph(model)
             config_file = config_of_run(options, made_for, modules, opened, target=target)
             options = replace(options, config_file=config_file)

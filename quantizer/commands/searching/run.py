@@ -70,6 +70,12 @@ class RunOptions(Options):
         type=float,
         metavar="MB",
     )
+    keep_float: tuple[str, ...] = option(
+        "Keep a layer in float: a name, a pattern or a kind such as kind:head, as `exclude` of "
+        "the config takes it. May be repeated.",
+        default=(),
+        metavar="LAYER",
+    )
     minutes: float = minutes_option(
         "With --gate: if a gate does not hold, look for a better config for so many minutes; "
         "0 looks for none."
@@ -83,6 +89,7 @@ class RunOptions(Options):
     "preset",
     "config_file",
     "max_mb",
+    "keep_float",
     "weights",
     "trust",
     "dynamic",
@@ -123,6 +130,7 @@ def run(model: str, options: RunOptions) -> None:
     quantizer run my_model.py
     quantizer run my_model.py --to onnx --gate 'sqnr_db>=20'
     quantizer run my_model.py --to w8 -o small
+    quantizer run my_model.py --keep_float kind:head
     """
     if process.is_rank():
         raise UsageError(

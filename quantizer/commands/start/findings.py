@@ -35,6 +35,10 @@ _WEIGHTED_TYPES = {word.replace("_", "") for word in WEIGHTED} | {"rnn"}
 letters of the function.
 """
 
+_NAMED_OPERATORS = [word for word in WEIGHTED if word != "expert_linear"]
+"""Those of them that end the names of layers as traced. A pass makes the others."""
+_PACKAGES_OF_OPERATORS = ("", "nn", "torch.nn", "torch.nn.functional")
+
 _MAX_PLACES = 5
 """A finding has at most so many related places."""
 
@@ -212,6 +216,26 @@ def selects_weighted_layers(selector: Selector) -> bool:
         return _type_word(selector) in _WEIGHTED_TYPES
     operator = selector.text.rpartition("/")[2].partition(".")[0]
     return specificity(selector.text) > 1 and operator in WEIGHTED
+
+
+def pattern_of_type(selector: Selector) -> str | None:
+    """Return the pattern for the names of the layers of a type; None if its words do not show
+    their operators.
+
+    >>> pattern_of_type(Selector("type", "torch.nn.Conv2d"))
+    're:.*/conv2d([.][0-9]+)?'
+    >>> pattern_of_type(Selector("type", "torch.nn.RNN"))
+    're:.*/(rnn_tanh|rnn_relu)([.][0-9]+)?'
+    """
+    word = _type_word(selector)
+    operators = [name for name in _NAMED_OPERATORS if name.replace("_", "") == word]
+    if word == "rnn":
+        operators = ["rnn_tanh", "rnn_relu"]
+    package = selector.text.rpartition(".")[0]
+    if not operators or package not in _PACKAGES_OF_OPERATORS:
+        return None
+    names = operators[0] if len(operators) == 1 else f"({'|'.join(operators)})"
+    return f"re:.*/{names}([.][0-9]+)?"
 
 
 def _type_word(selector: Selector) -> str:

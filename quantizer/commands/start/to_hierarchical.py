@@ -1,7 +1,7 @@
 """Write a config of the layered form as a document of the hierarchical form."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 
 from quantizer.commands.start.findings import (
     WEIGHTED,
@@ -14,6 +14,7 @@ from quantizer.commands.start.findings import (
     may_differ,
     one_per_reason,
     overlapping,
+    pattern_of_type,
     range_of_batches_differs,
     specs_by_role,
 )
@@ -39,6 +40,8 @@ from quantizer.config.model import (
     Settings,
 )
 from quantizer.config.roles import KEY_OF
+from quantizer.config.wording import joined
+from quantizer.tables import RANGE_METHODS
 
 _KEEP = "keep the layered form, or change it"
 _PASSES = {switch: name for name, switch in SWITCHES.items()}
@@ -102,11 +105,14 @@ class _Layered:
         everywhere: what holds for layers with weights of their own.
         network: what holds for all layers.
         entries: the rules for types and names that are left.
+        excluded: the rules that leave layers in float.
     """
 
     def __init__(self, config: ResolvedConfig) -> None:
         self.config = config
-        self.overall, self._tensor, *entries = config.rules
+        self.overall, self._tensor, *layers = config.rules
+        entries = [rule for rule in layers if rule.selector.kind != "exclude"]
+        self.excluded = [rule for rule in layers if rule.selector.kind == "exclude"]
         top = self.merged([])
         for_all_weighted = [] if top else self._for_all_weighted(entries)
         self.entries = [rule for rule in entries if rule not in for_all_weighted]
@@ -147,7 +153,13 @@ class _Layered:
             if roles:
                 level = _level({role: self.network[role] for role in roles})
                 yield _BLOCKS["name"], text, level, self.overall.roles_place
-        yield from map(self._converted, self.entries)
+        # A pattern for a type is weaker than the patterns of the file, so it is before these
+        types = [rule for rule in self.entries if rule.selector.kind == "type"]
+        others = [rule for rule in self.entries if rule.selector.kind != "type"]
+        yield from map(self._converted, [*types, *others])
+        for rule in self.excluded:
+            selector = rule.selector
+            yield _BLOCKS["name"], selector.text, None, selector.place
 
     def _converted(self, rule: ConfigRule) -> _Entry:
         """Return an entry, which decides about each tensor that anything quantizes."""
@@ -159,7 +171,21 @@ class _Layered:
             for role in self._quantized:
                 if role not in stated:
                     level[KEY_OF[role]] = {"dtype": "float32"}
-        return _BLOCKS[selector.kind], selector.text, level, selector.place
+        text = selector.text
+        kind = selector.kind
+        pattern = pattern_of_type(selector)
+        if pattern is not None and self.is_overridden(rule):
+            kind, text = "name", pattern
+        return _BLOCKS[kind], text, level, selector.place
+
+    def is_overridden(self, rule: ConfigRule) -> bool:
+        """Return whether a rule is for a type, and says something else of activations than the
+        top. What the top says becomes a pattern for all names, and so overrides types.
+        """
+        network = specs_by_role(self.network).get("activation")
+        activation = specs_by_role(self.merged([rule])).get("activation")
+        is_type = rule.selector.kind == "type"
+        return is_type and network is not None and not alike(network, activation)
 
     def _is_excluded(self, rule: ConfigRule) -> bool:
         """Return whether nothing of its layers is quantized, by no entry that is stronger here:
@@ -247,7 +273,6 @@ def _settings(settings: Settings) -> Diagnostics:
 
 def _selectors(file: _Layered) -> Diagnostics:
     """Yield entries that the form has no selectors for."""
-    network = specs_by_role(file.network).get("activation")
     for rule in file.entries:
         selector = rule.selector
         if not selector.required:
@@ -256,10 +281,16 @@ def _selectors(file: _Layered) -> Diagnostics:
                 selector.place,
                 "remove the entry if the model does not have these layers",
             )
-        if selector.kind != "type" or network is None:
+        if not file.is_overridden(rule):
             continue
-        activation = specs_by_role(file.merged([rule])).get("activation")
-        if not alike(network, activation):
+        pattern = pattern_of_type(selector)
+        if pattern is not None:
+            yield may_differ(
+                f"layer_type becomes the pattern {pattern}: an operator of another class is "
+                "selected, too, and a further operator in a module of this class is not",
+                selector.place,
+            )
+        else:
             yield inexpressible(
                 "layer_type: what the top of the file says of activation becomes a pattern "
                 "for all names, which overrides types",
@@ -277,7 +308,16 @@ def _not_hierarchical(stated: Mapping[Role, Fields]) -> Diagnostics:
             yield range_of_batches_differs(role, stated[role]["method"].place)
         for name, text in _limits(spec):
             place = stated[role][name].place if name in stated[role] else None
-            yield inexpressible(f"{_WORDS[name]} {text}", place, _KEEP)
+            help_ = _KEEP
+            if name == "method":
+                known = [word for word in RANGE_METHODS if _has_observer(spec, word)]
+                help_ = f"keep the layered form, or write {joined(known, 'or')}"
+            yield inexpressible(f"{_WORDS[name]} {text}", place, help_)
+
+
+def _has_observer(spec: QuantizationSpec, method: str) -> bool:
+    """Return whether the form has an observer of a method for the granularity of a spec."""
+    return observer_word(replace(spec, method=method)) is not None
 
 
 def _limits(spec: QuantizationSpec) -> Iterator[tuple[str, str]]:

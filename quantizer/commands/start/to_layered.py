@@ -15,7 +15,6 @@ from quantizer.commands.start.findings import (
     overlapping,
     range_of_batches_differs,
     selects_weighted_layers,
-    specificity,
     specs_by_role,
 )
 from quantizer.config.algorithms import algorithm_entry
@@ -86,8 +85,10 @@ def to_layered(config: ResolvedConfig) -> ConvertedDocument:
     settings = vars(config.settings)
     required = block_of("layered")["required"]
     document: JsonObject = {key: settings[key] for key in required if key in settings}
-    entries, origins = _entries(everywhere, layers, excluded)
+    entries, origins = _entries(everywhere, layers)
     document |= {**_NOTHING, "layer_quantize_config": entries}
+    if excluded:
+        document["exclude"] = [rule.selector.text for rule in excluded]
     algorithms = [algorithm_entry(algorithm.settings) for algorithm in config.algorithms]
     if algorithms:
         document["algorithms"] = algorithms
@@ -99,7 +100,6 @@ def to_layered(config: ResolvedConfig) -> ConvertedDocument:
     for rule in (everywhere, *layers):
         findings += _not_layered(config, _merged(everywhere, rule))
     findings += overlapping(by_strength(layers), merged, KEY_OF)
-    findings += _overridden(layers, excluded)
     findings += _inherited(everywhere, layers)
     return ConvertedDocument(document, one_per_reason(findings), origins)
 
@@ -117,7 +117,7 @@ def _merged(*rules: ConfigRule) -> dict[Role, Fields]:
 
 
 def _entries(
-    everywhere: ConfigRule, layers: Sequence[ConfigRule], excluded: Sequence[ConfigRule]
+    everywhere: ConfigRule, layers: Sequence[ConfigRule]
 ) -> tuple[list[JsonObject], dict[str, Place | None]]:
     """Return the layer entries, and where in the source each comes from."""
     selected: list[tuple[JsonObject, ConfigRule]] = []
@@ -131,8 +131,6 @@ def _entries(
     for (selector, rule), by_role in zip(selected, specs, strict=True):
         if by_role:
             rows.append((entry(selector, by_role, explicit), rule))
-    for rule in excluded:
-        rows.append(({"layer_name": rule.selector.text, **_NOTHING}, rule))
     origins: dict[str, Place | None] = {}
     for index, (_, rule) in enumerate(rows):
         origins[pointer_to("layer_quantize_config", index)] = rule.selector.place
@@ -209,22 +207,6 @@ def _written(config: ResolvedConfig, name: str, stated: Sourced) -> str:
         key = path[-1]
         value = value_at(config.document, path)
     return f"{key} {value if isinstance(value, str) else quoted(value)}"
-
-
-def _overridden(layers: Sequence[ConfigRule], excluded: Sequence[ConfigRule]) -> Diagnostics:
-    """Yield excluded patterns, which in the layered form an exact name overrides."""
-    for rule in excluded:
-        text = rule.selector.text
-        for other in layers:
-            name = other.selector.text
-            if other.selector.kind != "name":
-                continue
-            if specificity(name) > specificity(text) or name.startswith(f"{text}."):
-                yield inexpressible(
-                    f"in the layered form, {other.label} would override {rule.label}",
-                    rule.selector.place,
-                    "exclude the layers by their exact names",
-                )
 
 
 def _inherited(everywhere: ConfigRule, layers: Sequence[ConfigRule]) -> Diagnostics:

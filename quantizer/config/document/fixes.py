@@ -124,8 +124,11 @@ def missing_keys(members: JsonMapping, schema: JsonMapping) -> list[str]:
     A misspelt key counts as present: it is reported as unknown.
     """
     missing = [key for key in schema["required"] if key not in members]
-    # The condition that requires the keys of an overall block does not list them all
-    known = schema.get("properties") or block_of("layered", "parameters")["properties"]
+    # Conditions that require keys of a layer entry or of an overall block do not list them all
+    known = schema.get("properties")
+    if known is None:
+        name = "layer_entry" if _OVERALL in schema["required"] else "parameters"
+        known = block_of("layered", name)["properties"]
     unknown = [key for key in members if key not in known and not key.startswith("//")]
     misspelt = {closest_word(key, missing) for key in unknown}
     return [key for key in missing if key not in misspelt]

@@ -18,12 +18,14 @@ HIERARCHICAL_KEYS = frozenset(
         "global_quant_config",
         "layer_type_quant_config",
         "layer_quant_config",
-        "exclude",
         "algo_config",
         "pre_quant_opt_config",
     }
 )
-"""Source: AMD Quark for PyTorch, documentation of `Config`."""
+"""Those that the layered form lacks. `exclude` is in both.
+
+Source: AMD Quark for PyTorch, documentation of `Config`.
+"""
 
 _LAYERED_BLOCKS = frozenset(
     {"overall_quantize_config", "tensor_quantize_config", "layer_quantize_config"}
@@ -46,7 +48,7 @@ def form_of(value: JsonMapping) -> Form:
     """Return the form of a file: hierarchical with a key of that form, or its required key
     misspelt, and no overall block.
 
-    >>> form_of({"exclude": []}), form_of({"global_quant_confg": {}}), form_of({})
+    >>> form_of({"algo_config": []}), form_of({"global_quant_confg": {}}), form_of({})
     ('hierarchical', 'hierarchical', 'layered')
     """
     return _form_of(frozenset(value))

@@ -1,4 +1,4 @@
-"""Translate the hierarchical form (global, layer type or name, exclude): a `ResolvedConfig`."""
+"""Translate the hierarchical form (global, layer type or name) into a `ResolvedConfig`."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -69,12 +69,11 @@ def translate_hierarchical(
     Returns:
         The settings, the rules, and the levels of the file: the global one first, then those of
         types, names and the key-value cache. The first rule quantizes nothing, then follows one
-        for each level, and then one for each entry of `exclude`.
+        for each level.
     """
     levels = tuple(_levels(file))
     rules = [ConfigRule(Selector("all"), "default", roles=frozenset())]
     rules += [level.rule() for level in levels]
-    rules += _excludes(file)
     return _settings(file), rules, levels
 
 
@@ -139,14 +138,6 @@ def _entries(file: Document, block: str) -> Iterator[tuple[str, ...]]:
     for text in members if isinstance(members, dict) else ():
         if not text.startswith("//") and isinstance(file.get(block, text), dict):
             yield block, text
-
-
-def _excludes(file: Document) -> Iterator[ConfigRule]:
-    """Yield a rule for each entry of `exclude`."""
-    for number, path in enumerate(file.items("exclude")):
-        place = file.place(*path)
-        selector = Selector("exclude", file.get(*path), place)
-        yield ConfigRule(selector, f"exclude[{number}]", frozenset(), place)
 
 
 def _specs(file: Document, path: tuple[str, ...]) -> dict[Role, Fields]:

@@ -251,17 +251,7 @@ def _observer(method: str, scheme: str | None) -> str | None:
 
 
 def with_float(document: JsonMapping, layers: Collection[str]) -> JsonObject:
-    """Return the document with these layers in float: an empty list of types in the layered
-    form, `exclude` in the other.
-    """
-    if layers and form_of(document) == "layered":
-        entry = {
-            "quantizable_data_type": [],
-            # An entry must have these two, though nothing reads them
-            "overall_quantize_config": {"datatype": "float32"},
-            "tensor_quantize_config": {},
-        }
-        return with_entries(document, dict.fromkeys(layers, entry))
+    """Return the document with these layers in float, by its `exclude`."""
     changed = copy.deepcopy(dict(document))
     excluded = changed.get("exclude") or []
     added = [name for name in layers if name not in excluded]

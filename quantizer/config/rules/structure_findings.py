@@ -267,7 +267,8 @@ def _keys_by_block(form: Form) -> Mapping[str, Collection[str]]:
     blocks = dict(_BLOCKS[form])
     other_form: Form = "layered"
     keys_of_other: Collection[str] = block_of("layered")["properties"].keys() - {
-        "target_device"
+        "target_device",
+        "exclude",
     }
     if form == "layered":
         blocks |= _ENTRIES

@@ -27,7 +27,7 @@ for (const input of document.querySelectorAll("input.filter")) {
       if (input.value) table.closest("details").open = !!table.querySelector("[data-name]:not([hidden])");
   });
 }
-for (const command of document.querySelectorAll(".command pre")) {
+for (const command of document.querySelectorAll(".command pre, td.line code")) {
   const button = document.createElement("button");
   button.className = "copy";
   button.textContent = "Copy";
