@@ -29,7 +29,7 @@ LIGHT = [
     ["run", "--help"],
 ]
 SLIPS = {
-    2: [["run"], ["run", "net.py", "--to", "trt"], ["run", "net.py", "--presett", "dpu"]],
+    2: [["run"], ["run", "net.py", "--to", "tensor"], ["run", "net.py", "--presett", "dpu"]],
     3: [["run", "net.py"], ["run", "net.py:build", "--to", "onnx"]],
 }
 """Commands that end before anything is done, by exit code. There is no net.py."""
