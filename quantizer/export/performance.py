@@ -212,6 +212,7 @@ class Speed:
         remedy: the setting that keeps a file from being slower than float; empty if there is
             none, or the file is not slower.
         float_seconds: of a run of the float network, as the median; 0 if they are not known.
+        threads: that ran both; 0 if they are those of a default session.
     """
 
     ratio: float
@@ -222,6 +223,7 @@ class Speed:
     faster: tuple[str, Speed] | None = None
     remedy: str = ""
     float_seconds: float = 0.0
+    threads: int = 0
 
     @classmethod
     def of(
@@ -271,6 +273,8 @@ class Speed:
         >>> fastest = Speed(2.5, 2.4, 2.6, 7)
         >>> Speed(1.2, 1.1, 1.2, 7, faster=("--onnx_weights int8", fastest)).text
         '1.2x the speed of float (1.1 to 1.2 in 7 rounds); 2.5x with --onnx_weights int8'
+        >>> Speed(1.8, 1.75, 1.86, 7, threads=1).text
+        '1.8x the speed of float (1.8 to 1.9 in 7 rounds, one thread)'
         >>> Speed(0.6, 0.58, 0.61, 7, remedy="--onnx_profile tuned").text
         '0.60x the speed of float (0.58 to 0.61 in 7 rounds); slower: use --onnx_profile tuned'
         """
@@ -285,12 +289,15 @@ class Speed:
         return text
 
     def _ratio_text(self) -> str:
+        rounds = f"{self.rounds} rounds"
+        if self.threads == 1:
+            rounds += ", one thread"
         if self.ratio < MUCH_SLOWER:
-            spread = f"{1 / self.high:.1f} to {1 / self.low:.1f} in {self.rounds} rounds"
+            spread = f"{1 / self.high:.1f} to {1 / self.low:.1f} in {rounds}"
             return f"{1 / self.ratio:.0f} times slower than float ({spread})"
         digits = 1 if self.ratio >= 1 else 2
         spread = f"{self.low:.{digits}f} to {self.high:.{digits}f}"
-        return f"{self.ratio:.{digits}f}x the speed of float ({spread} in {self.rounds} rounds)"
+        return f"{self.ratio:.{digits}f}x the speed of float ({spread} in {rounds})"
 
 
 _NANOSECONDS = 1e9

@@ -80,6 +80,7 @@ def measured_speed(
     speed, *others = speeds_in_turns(timers, waited=no_wait_counts)
     if speed is None:
         return None
+    speed = replace(speed, threads=1)
     for other in others:
         if other is not None and other.is_clear and other.low > _FASTER * speed.ratio:
             return replace(speed, faster=(Sentence("<--onnx_weights int8>"), other))
