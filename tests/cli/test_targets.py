@@ -73,7 +73,9 @@ def test_a_name_of_a_preset_excludes_another_preset(net: str, capsys: Capture) -
     assert "--to q4_k_m stands for --preset gguf_q4_k_m, and --preset gguf_q8_0 is giv" in error
 
 
-def test_an_unknown_name_gets_the_nearest_of_all_names() -> None:
+def test_an_unknown_name_gets_the_nearest_of_all_names(net: str, capsys: Capture) -> None:
+    assert run_command(["run", net, "--to", "tflit"]) == 2
+    assert "did you mean tflite?" in capsys.readouterr().err
     with pytest.raises(UsageError, match="no destination 'tflit'") as refused:
         destination_named("tflit")
     assert refused.value.help == "did you mean tflite?"

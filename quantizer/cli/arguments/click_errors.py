@@ -86,7 +86,8 @@ def _refused_value(
     if written and isinstance(parameter.type, click.Choice):
         choices = [str(choice) for choice in parameter.type.choices]
         reason = f"{written[1]!r} is not one of its values"
-        near = closest_word(written[1], choices)
+        others = parameter.type.also if isinstance(parameter.type, PluginWord) else ()
+        near = closest_word(written[1], [*choices, *others])
         remedy = f"known are {listed(choices)}" if choices else "there is none"
         if near is not None:
             remedy = f"did you mean {near}? {remedy}"

@@ -9,6 +9,7 @@ import glob
 import json
 import math
 import os
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -82,7 +83,13 @@ def as_typed(text: str) -> str:
 
 
 class PluginWord(click.Choice[str]):
-    """One of the words that plug-ins add, such as a target."""
+    """One of the words that plug-ins add, such as a target.
+
+    Attributes:
+        also: other words that it takes.
+    """
+
+    also: Iterable[str] = ()
 
 
 class WrittenPath(click.Path):

@@ -29,12 +29,14 @@ _STEPS = "quantizer.commands.searching.full_run:full_run"
 class _DestinationWord(PluginWord):
     """A destination, by any of its names."""
 
+    also = ALSO
+
     def convert(
         self, value: Any, param: click.Parameter | None, ctx: click.Context | None
     ) -> Any:
         """Return the name in lower case."""
         word = str(value).lower()
-        return word if word in ALSO else super().convert(word, param, ctx)
+        return word if word in self.also else super().convert(word, param, ctx)
 
 
 def minutes_option(text: str) -> Any:
