@@ -330,6 +330,22 @@ def test_batches_that_are_far_apart_are_all_read(tmp_path: Path) -> None:
     assert samples == 300
 
 
+def test_data_that_begin_with_other_samples_are_read_until_these_stand_for_all(
+    tmp_path: Path,
+) -> None:
+    """As images in the order of their classes."""
+    batches = noise(30, 10, 3, 8, 8)
+    for number, batch in enumerate(batches):
+        batch.add_(number // 10)
+    _, samples = of_many_samples(tmp_path, convolutions(), batches)
+    assert samples > 100
+    torch.manual_seed(0)
+    linear = nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 4))
+    ordered = [batch + number // 10 for number, batch in enumerate(noise(30, 10, 16))]
+    _, samples = of_many_samples(tmp_path, linear, ordered)
+    assert samples > 100
+
+
 def test_float_outputs_are_corrected_on_all_samples(tmp_path: Path) -> None:
     batches = noise(30, 10, 3, 8, 8)
     data = [Batch((batch,), {}, None, None) for batch in batches]

@@ -44,6 +44,10 @@ _SAMPLES = 40
 """Fewer batches do not say how far apart they are. The mean of so many samples adds a tenth of
 a decibel to the noise of a layer with one value a sample.
 """
+_ALIKE = 2.0
+"""The samples that were read stand for all if the float means of both are at most so many
+standard errors apart.
+"""
 _SURE = 0.25
 """A correction is sure if its standard error is at most this share of the step in which the
 output is rounded. The error of rounding itself is 0.29 steps, in every value.
@@ -131,7 +135,8 @@ def correct_layer_biases(
     Both networks are compared on the same batches, so that the differences of batches show the
     standard error of each channel's correction. From 40 samples on, a correction is sure if all
     of these errors are at most a quarter of the layer's step, or if the layer has one value a
-    sample. Until then, the runner reads more batches.
+    sample. The float means must also be near those of all samples. Until then, the runner reads
+    more batches.
 
     Args:
         runner: of the quantized network, before its first node. The network has the corrected
@@ -236,28 +241,40 @@ def _observed_outputs(
 def _is_sure(
     float_mean: ChannelMean, quantized_mean: ChannelMean, step: float, samples: int
 ) -> bool:
-    """Check whether the difference of two means is sure in all channels, after so many samples.
-    The differences of batches show its standard error.
-    """
+    """Check whether the difference of two means is sure in all channels after some samples."""
     if samples < _SAMPLES or quantized_mean.batches < _BATCHES:
+        return False
+    counts: list[int] = []
+    float_sums: list[Tensor] = []
+    differences: list[Tensor] = []
+    for batches, (count, quantized_sum) in sorted(quantized_mean.sums.items()):
+        _, float_sum = float_mean.sums[batches]
+        counts.append(count)
+        float_sums.append(float_sum)
+        differences.append(float_sum - quantized_sum)
+    # Data in an order, such as by class, begin with samples that are unlike the others
+    distance = (float_mean.mean() - float_sums[-1] / counts[-1]).norm()
+    if distance > _ALIKE * _standard_error(counts, float_sums).norm():
         return False
     if quantized_mean.count == samples:
         return True
-    kept = sorted(quantized_mean.sums)
-    values = []
-    sums = []
-    for batches in kept:
-        count, quantized_sum = quantized_mean.sums[batches]
-        _, float_sum = float_mean.sums[batches]
-        values.append(count)
-        sums.append(float_sum - quantized_sum)
-    counts = torch.tensor(values, dtype=torch.float64).unsqueeze(1)
-    totals = torch.stack(sums)
-    mean = totals[-1] / counts[-1]
+    error = _standard_error(counts, differences)
+    return bool((error <= _SURE * step).all())
+
+
+def _standard_error(counts: Sequence[int], sums: Sequence[Tensor]) -> Tensor:
+    """Return the standard error of the mean of each channel, from the spread of batches.
+
+    Args:
+        counts: how many values a channel had after some numbers of batches.
+        sums: of these values, float64 [channels].
+    """
+    after = torch.tensor(counts, dtype=torch.float64).unsqueeze(1)
+    totals = torch.stack([*sums])
+    mean = totals[-1] / after[-1]
     # Of each group of batches, without those before it
-    counts_of_groups = counts.diff(dim=0, prepend=torch.zeros_like(counts[:1]))
+    counts_of_groups = after.diff(dim=0, prepend=torch.zeros_like(after[:1]))
     totals_of_groups = totals.diff(dim=0, prepend=torch.zeros_like(totals[:1]))
     distances = totals_of_groups / counts_of_groups - mean
-    variance = (counts_of_groups * distances.square()).sum(0) / (len(kept) - 1)
-    error = (variance / counts[-1]).sqrt()
-    return bool((error <= _SURE * step).all())
+    variance = (counts_of_groups * distances.square()).sum(0) / (len(counts) - 1)
+    return (variance / after[-1]).sqrt()
