@@ -11,7 +11,7 @@ from quantizer.comparison.samples import BELOW_DB
 from quantizer.config.json_types import JsonMapping
 from quantizer.declarations import DROP, RATIO
 from quantizer.evaluation.scores import MAX_RELATIVE_CHANGE
-from quantizer.plugins import commands
+from quantizer.plugins import commands, plugins
 
 CLOSE_DB = 30.0
 """Above this SQNR of the worst output, networks of 8 bits keep their accuracy."""
@@ -110,12 +110,21 @@ def next_step(
 
 
 def _modes(tested: JsonMapping, names: Collection[str]) -> Iterator[str]:
-    """Yield the options for calib and for test mode, with those of some names."""
+    """Yield the options for calib and for test mode, with those of some names, and with those
+    that choose which layers stay in float.
+    """
     shown: dict[str, dict[str, list[str]]] = {"calib": {}, "test": {}}
     for command in tested.get("commands", ()):
         options = _options_of_command(command)
+        needed = set(names)
+        for plugin in plugins():
+            for target in plugin.targets.values():
+                for option in target.options:
+                    # A file that leaves layers in float has figures of its own
+                    if set(options.get(option.name, ())) & set(option.alone):
+                        needed |= {"deploy", option.name}
         for mode in options.get("quant_mode", ()):
-            shown[mode] = {name: options[name] for name in options if name in names}
+            shown[mode] = {name: options[name] for name in options if name in needed}
     for mode in ("calib", "test"):
         yield option_words({"quant_mode": [mode], **shown[mode]})
 

@@ -111,8 +111,8 @@ def output_steps(plan: Plan, solution: Solution) -> dict[str, float]:
     for layer in plan.corrected:
         # Without quantized activations, there is nothing to look for
         nodes = walk_back(plan.graph, [layer], readers) if rounded else ()
-        found = [rounded[node.name] for node in nodes if node.name in rounded]
-        steps[layer] = min(found, default=0.0)
+        next_steps = [rounded[node.name] for node in nodes if node.name in rounded]
+        steps[layer] = min(next_steps, default=0.0)
     return steps
 
 

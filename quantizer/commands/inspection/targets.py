@@ -44,7 +44,9 @@ def _facts(destination: Destination) -> dict[str, Any]:
     """Return what a destination makes, needs and is read by."""
     names = dict.fromkeys([destination.target, destination.transformers_target])
     targets = [EXPORTERS[name] for name in names if name is not None]
-    needed = dict.fromkeys(package for target in targets for package in target.needs)
+    needed: dict[str, None] = {}
+    for target in targets:
+        needed.update(dict.fromkeys(target.needs))
     return {
         "also": list(destination.also),
         "makes": destination.made,
