@@ -104,7 +104,7 @@ class ExportTarget:
 
 @dataclass(frozen=True)
 class CheckedTarget:
-    """What a value of `--for` stands for: a target of `--deploy` with values of its options."""
+    """What a file is checked for before calibration: a target with values of its options."""
 
     target: str
     choices: Mapping[str, str] = field(default_factory=dict)
@@ -114,7 +114,7 @@ class CheckedTarget:
         """Return the options of test mode that write it.
 
         >>> print(CheckedTarget("onnx", {"onnx_profile": "npu"}).words)
-        --deploy onnx --onnx_profile npu
+        --to onnx --onnx_profile npu
         """
         choices = [Option(name, (value,)) for name, value in self.choices.items()]
         return Sentence(marked(Option("deploy", (self.target,)), *choices))
@@ -128,7 +128,7 @@ class Destination:
         made: what is written, for sentences.
         preset: the config to start from.
         without_data: the preset if there is no calibration data; None if data is needed.
-        target: of `--deploy`, for a network.
+        target: of a network.
         transformers_target: the same for a model of transformers; None if it is `target` too.
         gain: the advice after a run without data; empty if data would change nothing.
         choices: values of the target's options, by name.
@@ -152,7 +152,7 @@ class Destination:
     also: Mapping[str, str] = field(default_factory=dict)
 
     def target_of(self, model: Any) -> str:
-        """Return the target of `--deploy` for a model."""
+        """Return the target of a model."""
         is_of_transformers = callable(getattr(model, "save_pretrained", None))
         if not is_of_transformers or self.transformers_target is None:
             return self.target
@@ -215,8 +215,7 @@ def int8_share_metrics(target: str, engine: str, more: str = "") -> dict[str, Me
         more: the end of the first sentence.
     """
     share = (
-        f"with `--deploy {target}`: the share of multiplications that {engine} does in int8"
-        f"{more}"
+        f"with `--to {target}`: the share of multiplications that {engine} does in int8{more}"
     )
     multiply_adds = (
         "the share of the multiply-adds of these multiplications that are in int8, for the "
@@ -370,11 +369,10 @@ class Plugin:
         name: of the plug-in.
         rank: its place in lists; those of other packages come last.
         needs: names of plug-ins without which it cannot work. Without them it is not there.
-        targets: the targets of `--deploy`, by name.
-        profiles: further values of `--for`, by name.
+        targets: the kinds of files, by name.
+        profiles: targets with values of their options, by name.
         destinations: the values of `--to`, by name.
         about_destinations: a sentence on them for `--help`.
-        strategies: the preset of each value of `init --strategy`.
         metrics: what it measures, by name.
         algorithms: what configs may list, by name.
         passes: of the graph, by name.
@@ -400,7 +398,6 @@ class Plugin:
     profiles: Mapping[str, CheckedTarget] = field(default_factory=dict)
     destinations: Mapping[str, Destination] = field(default_factory=dict)
     about_destinations: str = ""
-    strategies: Mapping[str, str] = field(default_factory=dict)
     metrics: Mapping[str, MetricWords] = field(default_factory=dict)
     algorithms: Mapping[str, ListedAlgorithm] = field(default_factory=dict)
     passes: Mapping[str, GraphPass] = field(default_factory=dict)
@@ -428,7 +425,7 @@ class Plugin:
         for method in self.range_methods.values():
             parts += method.observers
         kinds = (
-            *(self.targets, self.profiles, self.destinations, self.strategies, self.metrics),
+            *(self.targets, self.profiles, self.destinations, self.metrics),
             *(self.range_methods, self.formats, self.commands),
         )
         # A target may have the name of an algorithm

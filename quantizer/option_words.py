@@ -48,7 +48,7 @@ class Sentence(str):
 
     >>> sentence = Sentence("use <--deploy onnx or pt2><shell:, or none>")
     >>> print(sentence)
-    use --deploy onnx or pt2, or none
+    use --to onnx or pt2, or none
     """
 
     marked: str
@@ -85,20 +85,26 @@ def worded(text: str, words: Words, surface: str = "shell") -> str:
 
 
 def in_shell(options: tuple[Option, ...]) -> str:
-    """Return options as the shell takes them.
+    """Return options as the shell takes them. `deploy` names the target of a file, which
+    Python calls so, and the shell has one option for targets and destinations.
 
     >>> in_shell((Option("deploy", ("onnx",)), Option("onnx_profile", ("npu",))))
-    '--deploy onnx --onnx_profile npu'
+    '--to onnx --onnx_profile npu'
     """
-    parts = []
-    for option in options:
-        parts.append(f"--{option.name} {option.listed(option.values)}".rstrip())
-    return " ".join(parts)
+    text = _written(options)
+    return re.sub(r"--deploy\b", "--to", text)
 
 
 def marked(*options: Option) -> str:
     """Return the mark that names options in a sentence."""
-    return f"<{in_shell(options)}>" if options else ""
+    return f"<{_written(options)}>" if options else ""
+
+
+def _written(options: tuple[Option, ...]) -> str:
+    parts = []
+    for option in options:
+        parts.append(f"--{option.name} {option.listed(option.values)}".rstrip())
+    return " ".join(parts)
 
 
 def _options(text: str) -> tuple[Option, ...]:

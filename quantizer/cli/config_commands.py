@@ -1,5 +1,5 @@
 """The commands about configs that are always there and import no torch: `quantizer explain`,
-`quantizer help`, `quantizer validate` and `quantizer schema`.
+`quantizer validate` and `quantizer schema`.
 """
 
 import importlib
@@ -12,7 +12,7 @@ from typing import cast, get_args
 import click
 
 from quantizer.cli.arguments.grouped_command import command, refuse_typed
-from quantizer.cli.arguments.options import LOOK, QUANT_MODES, Options, takes
+from quantizer.cli.arguments.options import LOOK, Options, takes
 from quantizer.cli.arguments.places import WrittenPath, layers_of_results, write_output
 from quantizer.cli.terminal.render import RENDERERS, say
 from quantizer.cli.terminal.screen import screen
@@ -92,33 +92,6 @@ def _help_for(name: str) -> str:
         near = listed(codes)
     overview = "`quantizer explain` lists all codes and keys, and --model M explains a layer"
     return f"did you mean {near}? {overview}" if near else overview
-
-
-@command()
-@click.argument("name", metavar="[COMMAND]", required=False)
-@click.pass_context
-def help_command(ctx: click.Context, name: str | None) -> None:
-    """Show the help of a command, or of all of them.
-
-    \b
-    quantizer help
-    quantizer help plan
-    """
-    root = ctx.find_root()
-    if name is None or name in QUANT_MODES:
-        click.echo(root.get_help())
-        return
-    group = root.command
-    assert isinstance(group, click.Group)
-    shown = group.get_command(root, name)
-    if shown is None:
-        near = closest_word(name, group.list_commands(root))
-        remedy = "`quantizer help` lists all commands, `quantizer explain` all config keys"
-        if near is not None:
-            remedy = f"did you mean `quantizer help {near}`? {remedy}"
-        raise UsageError(f"there is no command {quoted(name)}", help=remedy)
-    with click.Context(shown, info_name=name, parent=root) as context:
-        click.echo(shown.get_help(context))
 
 
 _SCHEMA_NAMES = ("layered", "hierarchical", "quantization_spec")

@@ -154,7 +154,7 @@ def report_place(
         for target in options.deploy:
             owned.require_folder(FOLDER)
             name = f"{opened.header['model']}{EXPORTERS[target].suffix}"
-            # Only --deploy needs them
+            # Only runs for a target need them
             from quantizer.export.exporter import exporter_of, require_place
 
             require_place(exporter_of(target), place / FOLDER / name)
@@ -185,6 +185,7 @@ WITHOUT_EFFECT = frozenset(
         "memory",
         "rank_timeout",
         "for_",
+        "to_",
     ]
 )
 """Options that do not change results, and the mode, which comes first in a command."""
@@ -256,7 +257,7 @@ def option_words(
             continue
         values = value if isinstance(value, tuple) else (value,)
         for single in values:
-            words.append(f"--{word_of(name)}")
+            words.append("--to" if name == "deploy" else f"--{word_of(name)}")
             if single is not True:
                 words.append(path_text(str(single)))
     return words

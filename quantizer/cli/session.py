@@ -143,9 +143,31 @@ class OpenedRun:
 
 
 def open_run(options: Options) -> OpenedRun:
-    """Open the model and its calibration data."""
+    """Open the model and its calibration data. The options have the targets of `--to`."""
     loaded = open_model(options)
+    options = with_targets(options, loaded.module)
     return OpenedRun(options, loaded, open_data(options, loaded))
+
+
+def with_targets(options: Options, model: torch.nn.Module) -> Options:
+    """Return the options with what `--to` stands for: the targets that test mode writes, or
+    what other commands check.
+    """
+    if not options.to_:
+        return options
+    # Only runs for a target need them
+    from quantizer.export.destinations import checked_names, written_targets
+    from quantizer.export.refusals import require_extras
+
+    words = options.to_
+    options = replace(options, to_=())
+    if options.quant_mode != "test":
+        checked = checked_names(words, model)
+        require_extras(checked, to_plan=True)
+        return replace(options, for_=(*options.for_, *checked))
+    targets, choices = written_targets(words, options.target_choices, model)
+    require_extras(targets)
+    return replace(options, deploy=(*options.deploy, *targets), target_options=choices)
 
 
 def open_model(options: Options) -> LoadedModel:

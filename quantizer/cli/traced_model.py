@@ -28,6 +28,7 @@ class TracedModel:
         base: memory of the process that traced.
         filled: the arguments of `forward` that batches fill, as JSON.
         way: how calibration would make synthetic data; empty for other data.
+        for_: the targets that the result goes to.
     """
 
     graph: Graph
@@ -37,6 +38,7 @@ class TracedModel:
     base: ProcessMemory
     filled: Mapping[str, Any]
     way: str = ""
+    for_: tuple[str, ...] = ()
 
 
 def traced_model(options: Options, *, tested: bool = False) -> TracedModel:
@@ -56,6 +58,7 @@ def traced_from(
     options: Options, loaded: LoadedModel, batches: Batches, *, tested: bool
 ) -> TracedModel:
     """Return the same of a model and data that are open."""
+    options = session.with_targets(options, loaded.module)
     graph = session.trace_model(options, loaded, batches)
     size = session.batch_size(options, batches)
     tested_size = None
@@ -72,6 +75,7 @@ def traced_from(
         base=ProcessMemory.now(),
         filled=filled,
         way=batches.way,
+        for_=options.for_,
     )
 
 

@@ -1,16 +1,15 @@
-"""Lists the destinations of `quantizer run --to`: for each the preset to start from and the
-file to write. Errors of a run with `--to`, which its user has written, name it instead of
-`--deploy`. Imports no torch.
+"""Lists the destinations of `--to`: for each the preset to start from and the file to write.
+Errors of a run name its destination instead of its target. Imports no torch.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 from quantizer.config.wording import did_you_mean
 from quantizer.declarations import Destination
 from quantizer.errors import QuantizerError, UsageError
-from quantizer.export.targets import CHOICES, EXPORTERS
+from quantizer.export.targets import CHECKED_TARGETS, CHOICES, EXPORTERS
 from quantizer.option_words import Option, Words, marked, worded
 from quantizer.plugins import plugins, remedy_for_absent
 
@@ -49,7 +48,7 @@ def destination_named(name: str) -> tuple[str, str]:
         return ALSO[word]
     known = f"known are {', '.join(DESTINATIONS)}; {remedy_for_absent(name)}"
     remedy = did_you_mean(word, (*DESTINATIONS, *ALSO), known)
-    raise UsageError(f"there is no destination {name!r}", help=remedy)
+    raise UsageError(f"<--to>: there is no destination {name!r}", help=remedy)
 
 
 def default_destination(model: Any) -> str:
@@ -135,12 +134,51 @@ def preset_for(name: str, *, has_data: bool) -> str:
     )
 
 
-_IN_TEST_MODE = "<shell:test mode's ><python:`Result.export` with >"
+def written_targets(
+    words: Iterable[str], choices: Mapping[str, str], model: Any
+) -> tuple[list[str], dict[str, str]]:
+    """Return the targets of destinations, and the values of their options.
+
+    Args:
+        words: names of destinations.
+        choices: the options that were given, by name.
+        model: the model.
+
+    Raises:
+        UsageError: two of them set an option differently, or another value is given.
+    """
+    targets: dict[str, None] = {}
+    values = dict(choices)
+    for word in words:
+        name, _ = destination_named(word)
+        values = choices_for(name, values)
+        targets[DESTINATIONS[name].target_of(model)] = None
+    return list(targets), values
+
+
+def checked_names(words: Iterable[str], model: Any) -> list[str]:
+    """Return what is checked before a calibration whose results go to destinations."""
+    names: dict[str, None] = {}
+    for word in words:
+        name, _ = destination_named(word)
+        checked = name if name in CHECKED_TARGETS else DESTINATIONS[name].target_of(model)
+        names[checked] = None
+    return list(names)
+
+
+def possible_targets(words: Iterable[str]) -> list[str]:
+    """Return all targets that destinations may have; which one depends on the model."""
+    targets: dict[str, None] = {}
+    for word in words:
+        row = DESTINATIONS[destination_named(word)[0]]
+        for target in filter(None, (row.target, row.transformers_target)):
+            targets[target] = None
+    return list(targets)
 
 
 @contextmanager
 def in_words_of_run(target: str, destination: str) -> Iterator[None]:
-    """Name destinations instead of targets in errors of the code inside.
+    """Name a destination instead of its target in errors of the code inside.
 
     Args:
         target: of the run.
@@ -149,24 +187,22 @@ def in_words_of_run(target: str, destination: str) -> Iterator[None]:
     choices = DESTINATIONS[destination].choices.items()
     written = [Option("deploy", (target,))]
     written += [Option(name, (value,)) for name, value in choices]
-    written_by_target = {name: name for name in DESTINATIONS} | {target: destination}
 
     def words(options: tuple[Option, ...]) -> str:
-        """Return the option of a run for those targets that a run writes; if it writes none,
-        say that test mode does.
-        """
+        """Return the option of a run for options of its target."""
         if options == tuple(written):
             return marked(Option("to", (destination,)))
         deploy, *others = options
         if deploy.name != "deploy":
             return marked(*options)
-        names = [written_by_target[name] for name in deploy.values if name in written_by_target]
-        if not names:
-            return f"{_IN_TEST_MODE}{marked(*options)}"
+        names = [destination if name == target else name for name in deploy.values]
         return marked(Option("to", tuple(names), deploy.joint), *others)
 
     with _in_words(words):
         yield
+
+
+_IN_TEST_MODE = "<shell:test mode's ><python:`Result.export` with >"
 
 
 @contextmanager

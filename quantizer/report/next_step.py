@@ -122,7 +122,7 @@ def _modes(tested: JsonMapping, names: Collection[str]) -> Iterator[str]:
                 for option in target.options:
                     # A file that leaves layers in float has figures of its own
                     if set(options.get(option.name, ())) & set(option.alone):
-                        needed |= {"deploy", option.name}
+                        needed |= {"to", "deploy", option.name}
         for mode in options.get("quant_mode", ()):
             shown[mode] = {name: options[name] for name in options if name in needed}
     for mode in ("calib", "test"):
@@ -160,7 +160,7 @@ def options_of(commands: Sequence[str]) -> dict[str, list[str]]:
     >>> options_of(
     ...     [
     ...         "quantizer --quant_mode calib --config_file a.json --model m.py --resume",
-    ...         "quantizer --quant_mode test --model m.py --trust --deploy onnx",
+    ...         "quantizer --quant_mode test --model m.py --trust --to onnx",
     ...     ]
     ... )
     {'config_file': ['a.json'], 'model': ['m.py'], 'trust': []}

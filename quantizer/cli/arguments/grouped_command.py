@@ -7,7 +7,7 @@ from __future__ import annotations
 import functools
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -22,9 +22,8 @@ from quantizer.storage.permission import replacing
 if TYPE_CHECKING:
     from click.types import OptionHelpExtra
 
-_GROUPS = ("", "Model", "Data", "Algorithm", "Output", "Debugging")
-NAMES_WIDTH = 20
-"""Longer names have a line of their own, with the description below."""
+WORDS = "quantizer.words"
+"""The words of a command line, in the context of click."""
 SETTINGS = {
     "help_option_names": ["-h", "--help"],
     "token_normalize_func": lambda word: word.replace("-", "_"),
@@ -33,11 +32,27 @@ SETTINGS = {
 
 
 class GroupedOption(click.Option):
-    """An option that belongs to a section of the help."""
+    """An option that belongs to a section of the help.
 
-    def __init__(self, *names: Any, group: str = "", **settings: Any) -> None:
-        super().__init__(*names, **settings)
+    Attributes:
+        group: the section.
+        target: whose option it is: the help shows it if `--to` names that target. Empty for
+            other options.
+        old_names: further spellings, which the help leaves out.
+    """
+
+    def __init__(
+        self,
+        *names: Any,
+        group: str = "",
+        target: str = "",
+        old_names: Sequence[str] = (),
+        **settings: Any,
+    ) -> None:
+        super().__init__([*names[0], *old_names], **settings)
         self.group = group
+        self.target = target
+        self.old_names = old_names
 
     def get_help_extra(self, ctx: click.Context) -> OptionHelpExtra:
         """Return the default value, without the range of numbers."""
@@ -86,6 +101,7 @@ class GroupedCommand(click.Command):
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         """Parse the words of the command, and give errors about them its context."""
+        ctx.meta[WORDS] = tuple(args)
         try:
             return super().parse_args(ctx, args)
         except click.UsageError as error:
@@ -109,18 +125,10 @@ class GroupedCommand(click.Command):
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write the options in a section for each group."""
-        groups: dict[str, list[tuple[str, str]]] = {group: [] for group in _GROUPS}
-        for parameter in self.get_params(ctx):
-            record = parameter.get_help_record(ctx)
-            if record is not None and isinstance(parameter, click.Option):
-                name, text = record
-                # One name as wide as allowed makes the columns of all sections equally wide.
-                row = (name.ljust(NAMES_WIDTH), text)
-                groups[getattr(parameter, "group", "")].append(row)
-        for group, rows in groups.items():
-            if rows:
-                with formatter.section(group or "Options"):
-                    formatter.write_dl(rows, col_max=NAMES_WIDTH)
+        # Only a help needs it
+        from quantizer.cli.arguments.help_text import write_options
+
+        write_options(self.get_params(ctx), ctx, formatter)
 
 
 def _paths_of(value: Any) -> list[str]:

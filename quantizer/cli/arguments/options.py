@@ -12,6 +12,7 @@ import click
 from quantizer.cli.arguments.grouped_command import GroupedOption
 from quantizer.cli.arguments.grouped_command import command as command
 from quantizer.cli.arguments.places import (
+    DestinationWord,
     OutputFile,
     PathType,
     PluginWord,
@@ -31,16 +32,16 @@ from quantizer.plugins import plugins
 
 QUANT_MODES = ("float", "calib", "test")
 TARGET_OPTIONS = "target_options"
-"""The field of `Options` that stands for the options of all targets of --deploy."""
+"""The field of `Options` that stands for the options of all targets."""
 RAISING = ("fast_finetune", "dpu_accuracy")
 """Options of calibration that test mode accepts too: they must match the results."""
 
 
 def word_of(name: str) -> str:
-    """Return the name of a field's option. The field of `--for` is `for_`.
+    """Return the name of a field's option. The field of `--to` is `to_`.
 
-    >>> word_of("for_"), word_of("gate")
-    ('for', 'gate')
+    >>> word_of("to_"), word_of("gate")
+    ('to', 'gate')
     """
     return name.rstrip("_")
 
@@ -59,7 +60,7 @@ def option(
 
     Args:
         help: its text.
-        others: further spellings of the option.
+        others: further spellings of the option, which the help shows if they are short.
         default: of the field.
         group: the section of the help.
         settings: of `click.option`.
@@ -103,14 +104,15 @@ _file = functools.partial(option, type=_FILE, metavar="FILE")
 _count = functools.partial(option, type=click.IntRange(1), metavar="N")
 _KNOWN_TARGETS = PluginWord(list(EXPORTERS))
 _targets = functools.partial(
-    option, default=(), type=_KNOWN_TARGETS, metavar="TARGET", group="Output"
+    option, default=(), type=_KNOWN_TARGETS, metavar="TARGET", hidden=True
 )
 
 
 def _option_of_target(name: str) -> Callable[..., Any]:
-    """Return the decorator with an option that a target of --deploy declares."""
+    """Return the decorator with an option that a target declares."""
     declared = CHOICES[name]
     settings: dict[str, Any] = {"help": declared.help, "group": "Output"}
+    settings["target"] = declared.target
     if declared.is_file:
         settings |= {"type": _FILE, "metavar": "FILE"}
     elif declared.is_text:
@@ -126,8 +128,9 @@ class Options:
     """The options of one call. Options that a command does not have keep their defaults.
     All commands have `quiet`, see `_screen_options`.
 
-    `target_options` has the options that targets of --deploy declare, by name, as far as they
-    have other values than their defaults.
+    `target_options` has the options that targets declare, by name, as far as they have other
+    values than their defaults. `deploy` and `for_` are the targets of `to_`, which are known
+    once the model is open; their own options are older words for it.
     """
 
     quant_mode: str = option(
@@ -244,15 +247,17 @@ class Options:
         default=False,
         group="Output",
     )
-    deploy: tuple[str, ...] = _targets(
-        "In test mode, also write the network for another runtime, to DIR/export. May be "
-        f"repeated. One of {', '.join(EXPORTERS)}."
+    to_: tuple[str, ...] = option(
+        "Where the network goes, as `quantizer targets` lists it. Calibration checks that it "
+        "can be written, test mode writes it to DIR/export. May be repeated.",
+        default=(),
+        type=DestinationWord(),
+        metavar="NAME",
     )
+    deploy: tuple[str, ...] = _targets("The target that test mode writes; use --to.")
     target_options: Mapping[str, str | None] = field(default_factory=dict)
     for_: tuple[str, ...] = _targets(
-        "Before calibration, check that --deploy TARGET will be able to write the result. "
-        "May be repeated.",
-        type=PluginWord(list(CHECKED_TARGETS)),
+        "The target that calibration checks; use --to.", type=PluginWord(list(CHECKED_TARGETS))
     )
     gate: tuple[str, ...] = option(
         "Exit with code 1 unless TEST holds, e.g. 'sqnr_db>=20'. May be repeated.",
@@ -299,7 +304,7 @@ class Options:
 
     @property
     def target_choices(self) -> dict[str, str]:
-        """Return the settings of the targets of --deploy."""
+        """Return the settings of all targets."""
         settings: dict[str, str] = {}
         for name, choice in CHOICES.items():
             value = self.value_of(name) or choice.default

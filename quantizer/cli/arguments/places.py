@@ -9,11 +9,11 @@ import glob
 import json
 import math
 import os
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import click
+from click.shell_completion import CompletionItem
 
 from quantizer.errors import DataError, ModelError, QuantizerError, ResultError, UsageError
 from quantizer.storage.opened_files import FileSetKind, open_files
@@ -83,13 +83,35 @@ def as_typed(text: str) -> str:
 
 
 class PluginWord(click.Choice[str]):
-    """One of the words that plug-ins add, such as a target.
+    """One of the words that plug-ins add, such as a target."""
 
-    Attributes:
-        also: other words that it takes.
-    """
 
-    also: Iterable[str] = ()
+class DestinationWord(click.ParamType[str]):
+    """A destination, by any of its names."""
+
+    name = "destination"
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> str:
+        """Return the name in lower case.
+
+        Raises:
+            UsageError: no destination has this name.
+        """
+        # Few runs name one
+        from quantizer.export.destinations import destination_named
+
+        destination_named(value)
+        return str(value).lower()
+
+    def shell_complete(
+        self, ctx: click.Context, param: click.Parameter, incomplete: str
+    ) -> list[CompletionItem]:
+        """Return the destinations that begin with a word."""
+        from quantizer.export.destinations import DESTINATIONS
+
+        return [CompletionItem(name) for name in DESTINATIONS if name.startswith(incomplete)]
 
 
 class WrittenPath(click.Path):

@@ -58,6 +58,7 @@ def run_calib(
     folder = from_start(options.output_dir)
     require_result_folder(folder)
     opened = opened or session.open_run(options)
+    options = session.with_targets(options, opened.loaded.module)
     batches = opened.batches
     with _locked_folder(folder, options, ranks) as noted:
         original = _traced(opened)
@@ -147,7 +148,7 @@ def _confirm(
     """Check and show the plan before calibration starts.
 
     Raises:
-        UsageError: data is needed, and there is none; or a target of `--for` cannot express the
+        UsageError: data is needed, and there is none; or a target cannot express the
             plan.
         OutOfMemoryError: there is not enough memory.
         ResultError: the checkpoint has another mode of finetuning.

@@ -39,16 +39,17 @@ _COMPARED_OPTIONS = (
     "dpu_accuracy",
     "dynamic",
     "deploy",
+    "to_",
 )
 """Options that affect the result, and have to be the same on all ranks."""
 _ONLY_IN_CALIB = {
-    "for_": "--for needs calib mode: it checks a plan before calibration",
+    "for_": "--for needs calib mode: it checks a plan before calibration; --to takes both",
     "dynamic": "--dynamic needs calib mode: results say which sizes are open",
     "memory": "--memory needs calib mode: the other modes keep no activations",
     "resume": "--resume needs calib mode: it continues an interrupted calibration",
 }
 _ONLY_IN_TEST = {
-    "deploy": "--deploy needs test mode: it writes the network that is tested",
+    "deploy": "--deploy needs test mode: it writes the network that is tested; --to takes both",
     "report_dir": "--report_dir needs test mode: it is the folder of its report",
     "exact": "--exact needs test mode: it compares with the network that is tested",
 }
@@ -113,7 +114,15 @@ def _require_mode(options: Options) -> None:
     for name, refusal in _ONLY_IN_TEST.items():
         if getattr(options, name) and mode != "test":
             raise UsageError(refusal)
-    require_choices(options.target_choices, options.deploy)
+    written = [*options.deploy]
+    if options.to_:
+        if mode == "float":
+            raise UsageError("--to needs calib or test mode: the float model is not written")
+        # Only runs for a target need it
+        from quantizer.export.destinations import possible_targets
+
+        written += possible_targets(options.to_)
+    require_choices(options.target_choices, written)
     for name, refusal in _ONLY_IN_CALIB.items():
         value = getattr(options, name)
         is_set = value is not None and value is not False and value != ()
@@ -152,7 +161,7 @@ def require_met(
         return
     output.annotate(options, not_met, outcome.report)
     text = f"not met: {', '.join(not_met)}"
-    if options.deploy and "deployed" not in outcome.content:
+    if (options.deploy or options.to_) and "deployed" not in outcome.content:
         text += "; nothing is deployed"
     raise GateError(text, help=remedy)
 

@@ -75,7 +75,7 @@ def run_test(
     folder = from_start(options.output_dir)
     info = read_info(folder)
     if options.exact:
-        # Only --exact and --deploy need these
+        # Only --exact and --to need these
         from quantizer.cli.modes.exact_and_deploy import require_dpu
 
         require_dpu(info.settings.target_device)
@@ -86,6 +86,7 @@ def run_test(
         level = info.header.get("dpu_accuracy")
         read, _ = session.config_as_asked(options.config_file, level)
     loaded = session.open_model(options) if opened is None else opened.loaded
+    options = session.with_targets(options, loaded.module)
     evaluator = session.evaluator_of(options, loaded)
     gates = [parse_gate(text) for text in options.gate]
     if evaluator is None:
@@ -138,7 +139,7 @@ class _TestRun:
     noted: dict[str, Any]
 
     def outcome(self, calibrated: Calibrated) -> Outcome:
-        """Run both networks, write the report, and export the targets of `--deploy`."""
+        """Run both networks, write the report, and export."""
         options = self.options
         graph = calibrated.graph
         layer_choice = self._layer_choice(calibrated)
@@ -209,7 +210,7 @@ class _TestRun:
         )
 
     def _with_late_figures(self, outcome: Outcome) -> Outcome:
-        """Add the written files and the gates about `--exact` and `--deploy` to the report."""
+        """Add to the report the written files, and the gates about them and `--exact`."""
         gates = outcome.report["gates"] | held_gates(self.gates, outcome.metrics)
         added = {"gates": gates, "exports": list(outcome.exports)}
         is_complete = added.items() <= outcome.report.items()

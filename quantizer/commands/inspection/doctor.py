@@ -31,7 +31,9 @@ from quantizer.commands.inspection.plan import peaks_of
 from quantizer.config.load import LoadResult, default_config, load_config
 from quantizer.config.model import ResolvedConfig
 from quantizer.config.wording import counted, first_names
-from quantizer.errors import GateError, QuantizerError
+from quantizer.errors import GateError, QuantizerError, UsageError
+from quantizer.export.refusals import planned_refusals, refuse
+from quantizer.export.targets import CHECKED_TARGETS
 from quantizer.graph.edits import by_channel
 from quantizer.installation import pip_line
 from quantizer.plan.model import Plan
@@ -77,11 +79,13 @@ _plan = partial(CheckResult, "plan")
 @command()
 @takes(
     *(name for name in LOOK if name not in ("output", "overwrite")),
+    "to_",
     "subset_len",
     "seed",
     "device",
     "output_dir",
     "memory",
+    to_="Also check that NAME of `quantizer targets` can hold the result. May be repeated.",
 )
 def doctor(options: Options) -> None:
     """Check machine, config, data and model before a run: what would be slow, wrong or left in
@@ -170,6 +174,14 @@ def _check_model(options: Options, config: ResolvedConfig | None) -> Iterator[Ch
         return
     plan = session.resolved_plan(session.ReadConfig(config, (), {}), original, quiet=True)
     yield from check_planned_tensors(plan)
+    for name in traced.for_:
+        checked = CHECKED_TARGETS[name]
+        try:
+            refuse(checked.words, planned_refusals(checked, plan, config.algorithms))
+        except UsageError as error:
+            yield _plan("error", error.message, error.help or "")
+        else:
+            yield _plan("ok", f"{checked.words} can hold the network")
     data = memory_prediction.BatchSizes(traced.size, traced.batches or 1, options.memory)
     peaks = peaks_of(plan, config, data, traced, finetuned=False)
     yield from check_memory(peaks.items())

@@ -9,7 +9,7 @@ from typing import Any
 import click
 
 from quantizer.cli import session
-from quantizer.cli.arguments.grouped_command import command
+from quantizer.cli.arguments.grouped_command import GroupedOption, command
 from quantizer.cli.arguments.options import LOOK, TABLE, Options, takes
 from quantizer.cli.arguments.places import from_start
 from quantizer.cli.modes.float_mode import config_to_look
@@ -46,8 +46,11 @@ _TITLES = ("layers that read one value", "channels", "factors are folded into")
 @command()
 @takes(*TABLE, "filter", *LOOK)
 @click.option(
-    "--target",
-    type=click.Choice(["DPU"]),
+    "--to",
+    "target",
+    cls=GroupedOption,
+    old_names=["--target"],
+    type=click.Choice(["DPU"], case_sensitive=False),
     help="List which layers this device can run, and why it cannot run the others.",
 )
 @click.option(
@@ -67,7 +70,7 @@ def inspect(
     """List the name, operator and output shape of each layer, its quantized tensors, and why
     others stay in float.
 
-    Without a config, all tensors count as quantized that can be. With --target DPU, or a config
+    Without a config, all tensors count as quantized that can be. With --to DPU, or a config
     for the DPU, the table shows what the device can run. With --algorithms it shows blocks and
     groups of layers, by the names that scaling_layers and inside_layer_modules take. With -o
     FILE.py the network is also written as readable code, as calibration does.
@@ -75,7 +78,7 @@ def inspect(
     \b
     quantizer inspect --model my_model.py
     quantizer inspect --filter 'layer1.*' --model my_model.py
-    quantizer inspect --target DPU --model my_model.py
+    quantizer inspect --to DPU --model my_model.py
     quantizer inspect --algorithms --model my_model.py
     """
     gates = [parse_gate(text) for text in gate]
@@ -89,7 +92,7 @@ def inspect(
     if gates and not for_dpu:
         raise UsageError(
             "--gate needs the DPU: its metrics count what the DPU can run",
-            help="add --target DPU, or a config for the DPU",
+            help="add --to DPU, or a config for the DPU",
         )
     require_known(gates, _COUNTS)
     if for_dpu:

@@ -44,12 +44,13 @@ _MB = 1e6
 @takes(
     *TABLE,
     "filter",
+    "to_",
     "for_",
     "fast_finetune",
     "dpu_accuracy",
     "memory",
     *LOOK,
-    for_="Check that --deploy TARGET can express the plan. May be repeated.",
+    to_="Check that NAME of `quantizer targets` can hold the plan. May be repeated.",
 )
 def plan(options: Options) -> None:
     """Show the effect of a config on a model: the layers that each rule matches, the spec of
@@ -87,7 +88,7 @@ def plan(options: Options) -> None:
         "data": traced.filled,
     }
     refusals: dict[str, list[Refusal]] = {}
-    for target in options.for_:
+    for target in traced.for_:
         checked = CHECKED_TARGETS[target]
         refusals[target] = planned_refusals(checked, planned, read.config.algorithms)
         rows = [asdict(refusal) for refusal in refusals[target]]
@@ -105,7 +106,7 @@ def plan(options: Options) -> None:
         for line in tables.output_lines(outputs):
             click.echo(line)
         _show_refused(refusals, planned.graph.model, view)
-        for target in options.for_:
+        for target in traced.for_:
             for remark in plan_remarks(CHECKED_TARGETS[target], planned):
                 click.echo(remark)
     texts = []

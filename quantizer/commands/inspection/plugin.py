@@ -19,7 +19,7 @@ _PLAN = Command(
 )
 _TARGETS = Command(
     "quantizer.commands.inspection.targets:targets",
-    "List what `run --to` can make, for which engine.",
+    "List the names of --to: what each makes, for which engine.",
     3,
 )
 _DIFF = Command(

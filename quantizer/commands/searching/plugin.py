@@ -6,7 +6,7 @@ from quantizer.declarations import Command, Plugin
 
 _RUN = Command(
     "quantizer.commands.searching.run:run",
-    "Quantize a model in one call: config, calibration, test and export.",
+    "Quantize a model: config, calibration, test and export.",
     2,
 )
 _ANALYZE = Command(

@@ -10,12 +10,11 @@ import click
 
 from quantizer.cli.arguments.grouped_command import command
 from quantizer.cli.arguments.options import TARGET_OPTIONS, Options, option, takes
-from quantizer.cli.arguments.places import PathType, PluginWord, minutes
+from quantizer.cli.arguments.places import DestinationWord, PathType, minutes
 from quantizer.cli.terminal import process
 from quantizer.config.resources import presets
 from quantizer.errors import ModelError, UsageError
 from quantizer.export.destinations import (
-    ALSO,
     DESTINATIONS,
     SIZED,
     about_destinations,
@@ -24,19 +23,6 @@ from quantizer.export.destinations import (
 from quantizer.sources.user_code import require_file
 
 _STEPS = "quantizer.commands.searching.full_run:full_run"
-
-
-class _DestinationWord(PluginWord):
-    """A destination, by any of its names."""
-
-    also = ALSO
-
-    def convert(
-        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
-    ) -> Any:
-        """Return the name in lower case."""
-        word = str(value).lower()
-        return word if word in self.also else super().convert(word, param, ctx)
 
 
 def minutes_option(text: str) -> Any:
@@ -49,9 +35,9 @@ class RunOptions(Options):
     """The options of `quantizer run`."""
 
     to: str | None = option(
-        f"What to make, for which engine: {', '.join(DESTINATIONS)}; `quantizer targets` has "
-        f"more names.{about_destinations()}",
-        type=_DestinationWord(list(DESTINATIONS)),
+        f"Where the network goes: {', '.join(DESTINATIONS)}; `quantizer targets` has more "
+        f"names.{about_destinations()}",
+        type=DestinationWord(),
         metavar="TARGET",
     )
     preset: str | None = option(

@@ -51,12 +51,12 @@ class TuneOptions(Options):
 
 @command()
 @takes(
-    *("config_file", "gate", "for_", *MODEL, "stride", "shuffle", "device"),
+    *("config_file", "gate", "to_", "for_", *MODEL, "stride", "shuffle", "device"),
     *("eval_data", "evaluate", "subset_len", "skip_len", "fast_finetune", "memory", "seed"),
     *("minutes", "output_dir", "overwrite", "json", "debug"),
     kind=TuneOptions,
     output_dir="The folder of config and results.",
-    for_="Leave out changes that --deploy TARGET could not write. May be repeated.",
+    to_="Leave out changes that NAME of `quantizer targets` cannot hold. May be repeated.",
     gate="The TEST to meet, e.g. 'top1_drop<=0.005'. May be repeated.",
 )
 def tune(options: TuneOptions) -> None:
@@ -121,4 +121,5 @@ def _tune(options: TuneOptions, gates: Sequence[Gate]) -> TunedRun:
     path = folder / TUNED_CONFIG
     require_writable(path)
     data = divide_data(replace(options, deploy=()), opened)
-    return tune_config(opened, data, gates, path, minutes=options.minutes, targets=options.for_)
+    targets = opened.options.for_
+    return tune_config(opened, data, gates, path, minutes=options.minutes, targets=targets)

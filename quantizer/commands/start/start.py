@@ -12,7 +12,7 @@ from pathlib import Path
 
 import click
 
-from quantizer.cli.arguments.grouped_command import command, refuse_typed
+from quantizer.cli.arguments.grouped_command import GroupedOption, command, refuse_typed
 from quantizer.cli.arguments.options import (
     MODEL,
     Options,
@@ -20,7 +20,7 @@ from quantizer.cli.arguments.options import (
     overwrite_option,
     takes,
 )
-from quantizer.cli.arguments.places import PathType, PluginWord, write_output
+from quantizer.cli.arguments.places import DestinationWord, PathType, write_output
 from quantizer.cli.terminal.render import print_diagnostics, say_note
 from quantizer.commands.start.findings import ConvertedDocument, inexpressible, one_per_reason
 from quantizer.commands.start.to_hierarchical import to_hierarchical
@@ -31,9 +31,9 @@ from quantizer.config.forms.form import Form, form_of
 from quantizer.config.load import check_document, load_config
 from quantizer.config.model import ResolvedConfig
 from quantizer.config.resources import load_resource, preset_text, presets, resource
+from quantizer.config.wording import joined
 from quantizer.errors import UsageError
-from quantizer.export.destinations import DESTINATIONS
-from quantizer.plugins import plugins
+from quantizer.export.destinations import DESTINATIONS, destination_named
 from quantizer.storage.replacing import replace_file
 
 _MODEL = "digits.py"
@@ -81,7 +81,7 @@ def demo(folder: str) -> None:
 
 
 _DEVICES = {"CPU": "cpu_int8", "GPU": "gpu", "DPU": "dpu"}
-"""The preset of each device."""
+"""The preset of each value of `--device`, an older word for `--preset`."""
 _STRATEGIES = {
     "weight_only": "weight_int8",
     "static": "static_fp8",
@@ -90,30 +90,24 @@ _STRATEGIES = {
     "awq": "awq_int4_group",
     "gptq": "gptq_int4_group",
 }
-"""The preset of each strategy, in the hierarchical form."""
-for _plugin in plugins():
-    _STRATEGIES.update(_plugin.strategies)
+"""The preset of each value of `--strategy`, an older word for `--preset`."""
 
 
 @command()
 @click.option(
-    "--device",
-    type=click.Choice(list(_DEVICES), case_sensitive=False),
-    help="The device that will run the network.  [default: CPU]",
-)
-@click.option(
-    "--strategy",
-    type=PluginWord(list(_STRATEGIES)),
+    "--to",
+    type=DestinationWord(),
     metavar="NAME",
-    help=(
-        "Write the hierarchical form for a strategy: quantize only weights, use static "
-        "(calibrated) or dynamic ranges of activations, run an algorithm, or write a block "
-        f"type of llama.cpp. One of {', '.join(_STRATEGIES)}."
-    ),
+    help="Where the network goes, as `quantizer targets` lists it: write the preset for it.",
 )
 @click.option(
-    "--preset", type=click.Choice(presets()), metavar="NAME", help="Write a preset of --list."
+    "--preset",
+    type=click.Choice(presets()),
+    metavar="NAME",
+    help=f"Write a preset of --list.  [default: {_DEVICES['CPU']}]",
 )
+@click.option("--device", type=click.Choice(list(_DEVICES), case_sensitive=False), hidden=True)
+@click.option("--strategy", type=click.Choice([*_STRATEGIES, *presets()]), hidden=True)
 @click.option("--list", "list", is_flag=True, help="List all presets and when to use them.")
 @output_option(
     default="quantize_config.json",
@@ -124,6 +118,7 @@ for _plugin in plugins():
 @takes(*MODEL, model="Change the preset so that it fits this model, and say what was changed.")
 def init(
     *,
+    to: str | None,
     device: str | None,
     strategy: str | None,
     preset: str | None,
@@ -132,22 +127,27 @@ def init(
     overwrite: bool,
     options: Options,
 ) -> None:
-    """Write a config to start from, valid for a device. With --model, calibration of that model
-    accepts it.
+    """Write a config to start from. With --model, calibration of that model accepts it.
 
     \b
     quantizer init --list
-    quantizer init --device DPU -o net.json
-    quantizer init --strategy dynamic -o net.json
-    quantizer init --preset mxfp4 -o net.json
-    quantizer init --strategy gptq --model my_llama -o net.json
+    quantizer init --preset dpu -o net.json
+    quantizer init --to tensorrt -o net.json
+    quantizer init --to w4 --model my_llama -o net.json
     """
     if list:
         click.echo(_listing(), nl=False)
         return
-    if strategy and preset:
-        raise UsageError("--strategy and --preset exclude each other", help="give one of them")
-    name = _STRATEGIES[strategy] if strategy else preset or _DEVICES[device or "CPU"]
+    named = {"--to": to, "--strategy": strategy, "--preset": preset}
+    given = [option for option, word in named.items() if word]
+    if len(given) > 1:
+        raise UsageError(f"{joined(given, 'and')} exclude each other", help="give one of them")
+    if to:
+        destination, own_preset = destination_named(to)
+        preset = own_preset or DESTINATIONS[destination].preset
+    name = preset or _DEVICES[device or "CPU"]
+    if strategy:
+        name = _STRATEGIES.get(strategy, strategy)
     text = _text(name, device, strategy, preset)
     text = _fitted(text, name, options)
     if output == "-":
@@ -261,13 +261,15 @@ def _origin(
 @command()
 @click.argument("file", type=PathType())
 @click.option(
-    "--to",
+    "--form",
+    cls=GroupedOption,
+    old_names=["--to"],
     type=click.Choice(list(WRITERS)),
     help="The form to write.  [default: the other one]",
 )
 @output_option(default="-", help="Write to FILE.  [default: standard output]")
 @overwrite_option()
-def convert(file: str, to: Form | None, output: str, overwrite: bool) -> int:
+def convert(file: str, form: Form | None, output: str, overwrite: bool) -> int:
     """Convert a config to the other form. If that form cannot express the config, print why and
     write nothing.
 
@@ -275,16 +277,16 @@ def convert(file: str, to: Form | None, output: str, overwrite: bool) -> int:
 
     \b
     quantizer convert net.json
-    quantizer convert net.json --to hierarchical -o other.json
+    quantizer convert net.json --form hierarchical -o other.json
     """
     result = load_config(file)
     config = result.require()
     other_form: Form = "hierarchical" if config.form == "layered" else "layered"
-    wanted = to or other_form
+    wanted = form or other_form
     if wanted == config.form:
         raise UsageError(
             f"{file} already has the {wanted} form",
-            help="leave out --to to write the other form",
+            help="leave out --form to write the other form",
         )
     other = convert_config(config, wanted)
     findings = [one for one in result.diagnostics if one.severity != "note"]

@@ -65,5 +65,11 @@ PLUGIN = Plugin(
             target="safetensors",
             transformers_target=_NAME,
         ),
+        _NAME: Destination(
+            "int4 weights of a model of transformers",
+            preset="gptq_int4_group",
+            without_data="weight_int4_group",
+            target=_NAME,
+        ),
     },
 )

@@ -27,7 +27,7 @@ PLUGIN = Plugin(
             "encodings for AIMET and QNN",
             preset="cpu_int8",
             target="encodings",
-            also={"aimet": "", "qualcomm": ""},
+            also={"aimet": "", "qualcomm": "", "encodings": ""},
         )
     },
 )

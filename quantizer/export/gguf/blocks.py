@@ -105,7 +105,7 @@ _LIMITS = (
     Limit(
         lambda spec: spec.dtype in ("int", *_TYPES_OF_FORMATS),
         "is {spec.dtype}, which blocks do not hold",
-        "use int4, int5, int8, q4_k, q5_k, q6_k or iq4_nl (`quantizer init --strategy "
+        "use int4, int5, int8, q4_k, q5_k, q6_k or iq4_nl (`quantizer init --preset "
         "gguf_q8_0`)",
     ),
     Limit(
@@ -116,7 +116,7 @@ _LIMITS = (
     Limit(
         lambda spec: block_type(spec) is not None,
         "has {spec.bit_width} bits and a zero point, and blocks with a minimum 4 or 5",
-        "set its symmetric to true, or its dtype to uint4 or uint5 (`quantizer init --strategy "
+        "set its symmetric to true, or its dtype to uint4 or uint5 (`quantizer init --preset "
         "gguf_q4_1`)",
     ),
     SCALES_OF_OUTPUTS,

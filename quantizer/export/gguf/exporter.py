@@ -62,11 +62,11 @@ _ROUNDED = Sentence(
 )
 _ACTIVATION = (
     "is quantized at run time, and a .gguf has only weights",
-    "quantize only weights (`quantizer init --strategy gguf_q4_0`); llama.cpp rounds inputs to "
+    "quantize only weights (`quantizer init --preset gguf_q4_0`); llama.cpp rounds inputs to "
     "int8 by itself",
 )
 _NO_WEIGHT = Refusal(
-    "finds no quantized weight", "quantize weights (`quantizer init --strategy gguf_q4_0`)"
+    "finds no quantized weight", "quantize weights (`quantizer init --preset gguf_q4_0`)"
 )
 
 

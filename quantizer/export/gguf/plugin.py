@@ -5,7 +5,7 @@ from quantizer.declarations import Destination, ExportTarget, Plugin, TargetOpti
 _TEMPLATE = TargetOption(
     "gguf_template",
     "gguf",
-    "A .gguf of the same model: --deploy gguf keeps its keys and tokenizer.",
+    "A .gguf of the same model, whose keys and tokenizer the file keeps.",
     ("",),
     is_file=True,
 )
@@ -49,5 +49,4 @@ PLUGIN = Plugin(
             | {preset.removeprefix("gguf_"): preset for preset in _PRESETS},
         )
     },
-    strategies={preset: preset for preset in _PRESETS},
 )

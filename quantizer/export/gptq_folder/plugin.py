@@ -1,6 +1,6 @@
 """What writing folders of GPTQ adds."""
 
-from quantizer.declarations import ExportTarget, Plugin
+from quantizer.declarations import Destination, ExportTarget, Plugin
 
 _TARGET = ExportTarget(
     "quantizer.export.gptq_folder.exporter:GptqExporter",
@@ -17,4 +17,7 @@ PLUGIN = Plugin(
     rank=8,
     needs=("compressed_tensors", "hugging_face", "quantized_folders"),
     targets={"gptq": _TARGET},
+    destinations={
+        "gptq": Destination("int4 weights as AutoGPTQ has them", "gptq_int4_group", "gptq")
+    },
 )

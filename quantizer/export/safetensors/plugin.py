@@ -1,6 +1,6 @@
 """What writing codes, scales and floats into one .safetensors file adds."""
 
-from quantizer.declarations import ExportTarget, Plugin
+from quantizer.declarations import Destination, ExportTarget, Plugin
 
 _TARGET = ExportTarget(
     "quantizer.export.safetensors.exporter:SafetensorsExporter",
@@ -12,4 +12,16 @@ _TARGET = ExportTarget(
     holds_modules=True,
 )
 
-PLUGIN = Plugin("safetensors", rank=6, targets={"safetensors": _TARGET})
+PLUGIN = Plugin(
+    "safetensors",
+    rank=6,
+    targets={"safetensors": _TARGET},
+    destinations={
+        "safetensors": Destination(
+            "codes and scales of int8 weights, for your own loader",
+            preset="weight_int8",
+            without_data="weight_int8",
+            target="safetensors",
+        )
+    },
+)

@@ -27,6 +27,11 @@ PLUGIN = Plugin(
     rank=4,
     targets={"pt2": _INTEGERS, "pt2_float": _FLOATS},
     destinations={
-        "pt2": Destination("int8 program of torch.export", preset="cpu_int8", target="pt2")
+        "pt2": Destination("int8 program of torch.export", preset="cpu_int8", target="pt2"),
+        "pt2_float": Destination(
+            "program of torch.export that computes in float with rounded values",
+            preset="cpu_int8",
+            target="pt2_float",
+        ),
     },
 )
