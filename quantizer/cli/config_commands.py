@@ -1,5 +1,5 @@
 """The commands about configs that are always there and import no torch: `quantizer explain`,
-`quantizer validate` and `quantizer schema`.
+`quantizer help`, `quantizer validate` and `quantizer schema`.
 """
 
 import importlib
@@ -92,6 +92,58 @@ def _help_for(name: str) -> str:
         near = listed(codes)
     overview = "`quantizer explain` lists all codes and keys, and --model M explains a layer"
     return f"did you mean {near}? {overview}" if near else overview
+
+
+_EXIT_CODES = """\
+Exit codes:
+  0    success
+  1    a check failed: a config has errors, or a --gate does not hold
+  2    wrong usage, or a config that cannot be used
+  3    an error of the model
+  4    an error of the data
+  5    an error of the result folder
+  6    out of memory
+  40   another process of torchrun was lost
+  70   an internal error of quantizer
+  130  interrupted (Ctrl-C)
+  143  terminated"""
+_VARIABLES = """\
+Environment variables set options. QUANTIZER_CALIB_MODEL=my_model.py stands for --model of
+`quantizer calib`, and QUANTIZER_SEED=1 for --seed 1 with --quant_mode."""
+_TOPICS = {"exit-codes": _EXIT_CODES, "variables": _VARIABLES}
+"""The texts of `quantizer help`, besides those of commands."""
+
+
+@command()
+@click.argument("name", metavar="[COMMAND]", required=False)
+@click.pass_context
+def help_command(ctx: click.Context, name: str | None) -> None:
+    """Show the help of a command, or of all of them; or a topic, exit-codes or variables.
+
+    \b
+    quantizer help
+    quantizer help plan
+    quantizer help exit-codes
+    """
+    root = ctx.find_root()
+    if name is None:
+        click.echo(root.get_help())
+        return
+    topic = _TOPICS.get(name.replace("_", "-"))
+    if topic is not None:
+        click.echo(topic)
+        return
+    group = root.command
+    assert isinstance(group, click.Group)
+    shown = group.get_command(root, name)
+    if shown is None:
+        near = closest_word(name, [*group.list_commands(root), *_TOPICS])
+        remedy = "`quantizer help` lists all commands, `quantizer explain` all config keys"
+        if near is not None:
+            remedy = f"did you mean `quantizer help {near}`? {remedy}"
+        raise UsageError(f"there is no command {quoted(name)}", help=remedy)
+    with click.Context(shown, info_name=name, parent=root) as context:
+        click.echo(shown.get_help(context))
 
 
 _SCHEMA_NAMES = ("layered", "hierarchical", "quantization_spec")

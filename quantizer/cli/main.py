@@ -22,7 +22,6 @@ from quantizer.sources.user_code import imported_once
 from quantizer.storage import process_memory
 
 _HERE = "quantizer.cli.config_commands"
-_HELP = "quantizer.cli.arguments.help_text"
 _MODES = "quantizer.cli.modes.mode_commands"
 _COMMANDS = {
     "validate": Command(
@@ -39,7 +38,7 @@ _COMMANDS = {
     "schema": Command(
         f"{_HERE}:schema", "Print the JSON Schema of the config, for editors.", 16
     ),
-    "help": Command(f"{_HELP}:help_command", "Show the help of a command or topic.", 17),
+    "help": Command(f"{_HERE}:help_command", "Show the help of a command or topic.", 17),
 }
 """The commands that are always there."""
 _RUN_MODE = "quantizer.cli.modes.run_mode:run_mode"

@@ -150,24 +150,13 @@ def open_run(options: Options) -> OpenedRun:
 
 
 def with_targets(options: Options, model: torch.nn.Module) -> Options:
-    """Return the options with what `--to` stands for: the targets that test mode writes, or
-    what other commands check.
-    """
+    """Return the options with the targets that `--to` stands for."""
     if not options.to_:
         return options
-    # Only runs for a target need them
-    from quantizer.export.destinations import checked_names, written_targets
-    from quantizer.export.refusals import require_extras
+    # Only runs for a target need it
+    from quantizer.cli.arguments.named_targets import named_targets
 
-    words = options.to_
-    options = replace(options, to_=())
-    if options.quant_mode != "test":
-        checked = checked_names(words, model)
-        require_extras(checked, to_plan=True)
-        return replace(options, for_=(*options.for_, *checked))
-    targets, choices = written_targets(words, options.target_choices, model)
-    require_extras(targets)
-    return replace(options, deploy=(*options.deploy, *targets), target_options=choices)
+    return named_targets(options, model)
 
 
 def open_model(options: Options) -> LoadedModel:
@@ -396,14 +385,6 @@ def evaluation_option(options: Options, loaded: LoadedModel) -> str | None:
 def evaluates_on_synthetic(options: Options, loaded: LoadedModel) -> bool:
     """Return whether test mode runs on synthetic data. They have no labels."""
     return is_synthetic(evaluation_option(options, loaded))
-
-
-def reads_calibration_data(options: Options, loaded: LoadedModel) -> bool:
-    """Return whether tests read from where calibrations with these options read."""
-    option = evaluation_option(options, loaded)
-    if option is None and options.data is None:
-        return loaded.evaluation_data is loaded.calibration_data
-    return option == options.data
 
 
 def evaluator_of(options: Options, loaded: LoadedModel) -> Evaluate | None:

@@ -13,13 +13,17 @@ from quantizer.export.targets import CHECKED_TARGETS, CHOICES, EXPORTERS
 from quantizer.option_words import Option, Words, marked, worded
 from quantizer.plugins import plugins, remedy_for_absent
 
-_NETWORK = "network"
+NETWORK = "network"
 _LANGUAGE_MODEL = "language model"
 """The values of `Destination.stands_for`."""
 DESTINATIONS: dict[str, Destination] = {}
 """By the values of `--to`."""
 for _plugin in plugins():
     DESTINATIONS.update(_plugin.destinations)
+for _name in EXPORTERS:
+    if not any(_name in (key, *row.also) for key, row in DESTINATIONS.items()):
+        # A target of another package
+        DESTINATIONS[_name] = Destination(f"files of {_name}", "cpu_int8", _name)
 ALSO: dict[str, tuple[str, str]] = {}
 """Other names: the destination of each, and the preset that it stands for, empty for that of
 the destination.
@@ -59,8 +63,8 @@ def default_destination(model: Any) -> str:
     """
     can_generate = getattr(model, "can_generate", None)
     is_language_model = callable(can_generate) and can_generate()
-    kind = _LANGUAGE_MODEL if is_language_model else _NETWORK
-    name = _destination_for(kind)
+    kind = _LANGUAGE_MODEL if is_language_model else NETWORK
+    name = destination_for(kind)
     if not name:
         raise UsageError(
             f"no plug-in is there that writes a {kind} if <--to> is left out",
@@ -69,7 +73,7 @@ def default_destination(model: Any) -> str:
     return name
 
 
-def _destination_for(kind: str) -> str:
+def destination_for(kind: str) -> str:
     """Return the destination of such models if the user names none; empty if there is none."""
     names = (name for name, row in DESTINATIONS.items() if row.stands_for == kind)
     return next(names, "")
@@ -79,7 +83,7 @@ def about_destinations() -> str:
     """Return what plug-ins say about their destinations, and which ones are the defaults."""
     sentences = [plugin.about_destinations for plugin in plugins()]
     text = "".join(f" {sentence}" for sentence in sentences if sentence)
-    for_texts, for_others = _destination_for(_LANGUAGE_MODEL), _destination_for(_NETWORK)
+    for_texts, for_others = destination_for(_LANGUAGE_MODEL), destination_for(NETWORK)
     if for_texts and for_others:
         text += f"  [default: {for_texts} for language models, else {for_others}]"
     return text
@@ -137,7 +141,7 @@ def preset_for(name: str, *, has_data: bool) -> str:
 def written_targets(
     words: Iterable[str], choices: Mapping[str, str], model: Any
 ) -> tuple[list[str], dict[str, str]]:
-    """Return the targets of destinations, and the values of their options.
+    """Return the targets of destinations, and the options that have not their defaults.
 
     Args:
         words: names of destinations.
@@ -153,6 +157,9 @@ def written_targets(
         name, _ = destination_named(word)
         values = choices_for(name, values)
         targets[DESTINATIONS[name].target_of(model)] = None
+    for name in choices:
+        if values[name] == CHOICES[name].default:
+            del values[name]
     return list(targets), values
 
 

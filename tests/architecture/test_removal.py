@@ -313,7 +313,8 @@ def test_without_any_plugin_the_core_works_and_one_alone_writes_its_files(
         done = run_in_one_process(place, asked)
         facts = json.loads(done.stdout.splitlines()[-1])
         assert facts["codes"] == [2, 2]
-        assert facts["commands"] == ["validate", "explain", "schema", "help"]
+        core = ["validate", "explain", "calib", "test", "float", "schema", "help"]
+        assert facts["commands"] == core
         assert "there is none; install the package whose plug-in adds gguf" in done.stderr
         assert "install the package whose plug-in adds tune" in done.stderr
     alone = ("safetensors", "torch_export")

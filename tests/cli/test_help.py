@@ -15,6 +15,7 @@ from support.without_torch import BLOCKED
 from quantizer.cli.arguments.options import RUN, TARGET_OPTIONS, Options, word_of
 from quantizer.cli.main import cli, run_command, subcommands
 
+_OF_TEST = ("eval_data", "evaluate", "skip_len", "report_dir", "exact", "gate")
 HELPS = [[], *([name] for name in subcommands())]
 FROM_INIT = ("net.json", "my_model.py")
 
@@ -27,40 +28,64 @@ def help_of(
     return capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    ("command", "first", "left_out"),
+    [
+        ("calib", ["config_file", "to", "help"], {*_OF_TEST}),
+        ("test", ["config_file", "to", "help"], {"dynamic", "memory", "resume"}),
+    ],
+)
 def test_options_are_in_groups(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    command: str,
+    first: list[str],
+    left_out: set[str],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    text = help_of([], monkeypatch, capsys)
+    text = help_of([command], monkeypatch, capsys)
     sections = dict(re.findall(r"^(\w+):\n((?:  .*\n)+)", text, re.MULTILINE))
-    assert list(sections) == [
-        "Commands",
-        "Options",
-        "Model",
-        "Data",
-        "Algorithm",
-        "Output",
-        "Debugging",
-    ]
+    assert list(sections) == ["Options", "Model", "Data", "Algorithm", "Output", "Debugging"]
     of_group = {
         title: re.findall(r"^  (?:-\w, )?--(\w+)", rows, re.MULTILINE)
         for title, rows in sections.items()
     }
-    assert of_group["Options"] == ["quant_mode", "config_file", "version", "help"]
+    assert of_group["Options"] == first
     for title in ("Model", "Data", "Algorithm", "Debugging"):
         declared = [
             word_of(field.name)
             for field in fields(Options)
             if field.name in RUN
             and field.name != TARGET_OPTIONS
+            and field.name not in left_out
             and field.metadata["settings"]["group"] == title
         ]
         assert of_group[title] == declared
-    assert sum(map(len, of_group.values())) == len(cli.get_params(click.Context(cli)))
     columns = {
         len(row[1])
         for row in re.finditer(r"^(  (?:-\w, )?-?-?\w+(?: [A-Z]+)?  +)\S", text, re.MULTILINE)
     }
     assert columns == {24}
+
+
+@pytest.mark.parametrize("command", ["calib", "test", "run"])
+@pytest.mark.parametrize(
+    ("name", "shown", "hidden"),
+    [
+        ("", "", "--onnx_profile"),
+        ("trt", "--onnx_profile", "--gguf_template"),
+        ("q4_k_m", "--gguf_template", "--onnx_profile"),
+        ("unknown", "", "--onnx_profile"),
+    ],
+)
+def test_a_help_shows_the_options_of_the_named_destination(
+    command: str, name: str, shown: str, hidden: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for words in ([f"--to={name}", "--help"], ["--help", "--to", name]):
+        assert run_command([command, *words]) == 0
+        text = capsys.readouterr().out
+        assert shown in text
+        assert hidden not in text
+        assert ("--to NAME --help` shows" in text) == (not shown)
 
 
 @pytest.mark.parametrize("command", HELPS, ids=lambda command: "".join(command) or "quantizer")

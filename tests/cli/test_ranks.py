@@ -443,7 +443,7 @@ def test_an_unexpected_error_of_one_rank_is_told_by_the_first(
     def fail() -> None:
         raise ZeroDivisionError("made up")
 
-    for module in ("main", "modes.torchrun"):
+    for module in ("failures", "modes.torchrun"):
         place = f"quantizer.cli.{module}.ends_in_user_code"
         monkeypatch.setattr(place, lambda _error: is_of_user)
     command = calib(net, config_file(tmp_path, "maxmin"), tmp_path / "q", "-q")

@@ -91,7 +91,7 @@ def written(folder: Path, names: tuple[str, ...]) -> dict[str, str]:
 @pytest.fixture(autouse=True)
 def _killed_by_no_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a test raises counts as an error of quantizer, not of the user's code."""
-    monkeypatch.setattr("quantizer.cli.main.ends_in_user_code", lambda _error: False)
+    monkeypatch.setattr("quantizer.cli.failures.ends_in_user_code", lambda _error: False)
 
 
 @pytest.mark.slow

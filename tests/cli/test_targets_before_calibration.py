@@ -50,13 +50,13 @@ def test_the_plan_tells_it_layer_by_layer(
 ) -> None:
     assert plan(MX, "--for", "safetensors", "--for", "onnx", "--for", "pt2") == 2
     said = capsys.readouterr()
-    held, refused = said.out.split("--deploy onnx can express all tensors but these:")
-    assert "--deploy safetensors can express all tensors" in held
-    rows, pt2 = refused.split("--deploy pt2 can express all tensors")
+    held, refused = said.out.split("--to onnx can express all tensors but these:")
+    assert "--to safetensors can express all tensors" in held
+    rows, pt2 = refused.split("--to pt2 can express all tensors")
     said_of_rows = [" ".join(line.split()[1:]) for line in rows.splitlines()[2:4]]
     assert said_of_rows == ["input has dynamic ranges of groups"] * 2
     assert not pt2.strip()
-    assert "--deploy onnx cannot express 2 tensors" in said.err
+    assert "--to onnx cannot express 2 tensors" in said.err
     assert "set its qscheme to per_token" in said.err
 
 
@@ -125,10 +125,10 @@ def test_a_profile_is_checked_as_a_target_is(
     assert plan(fitting, "--for", "tensorrt", "--for", "npu") == 0
     held = capsys.readouterr().out
     for profile in ("tensorrt", "npu"):
-        assert f"--deploy onnx --onnx_profile {profile} can express all tensors" in held
+        assert f"--to onnx --onnx_profile {profile} can express all tensors" in held
     assert plan(STATIC, "--for", "tuned") == 0
     held = capsys.readouterr().out
-    assert "--deploy onnx --onnx_profile tuned can express all tensors" in held
+    assert "--to onnx --onnx_profile tuned can express all tensors" in held
     assert plan(STATIC, "--for", "tensorrt") == 2
     refused = capsys.readouterr()
     assert "is not int8 with the zero point 0, as TensorRT needs it" in refused.out
@@ -141,7 +141,7 @@ def test_a_profile_is_checked_as_a_target_is(
     [
         (
             ["--quant_mode", "calib", "--model", "net.py", "--for", "tensorrt"],
-            "--deploy onnx --onnx_profile tensorrt",
+            "--to onnx --onnx_profile tensorrt",
         ),
         (["run", "net.py", "--to", "tensorrt"], "--to tensorrt"),
         (

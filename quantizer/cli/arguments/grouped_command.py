@@ -22,7 +22,7 @@ from quantizer.storage.permission import replacing
 if TYPE_CHECKING:
     from click.types import OptionHelpExtra
 
-WORDS = "quantizer.words"
+_WORDS = "quantizer.words"
 """The words of a command line, in the context of click."""
 SETTINGS = {
     "help_option_names": ["-h", "--help"],
@@ -101,7 +101,7 @@ class GroupedCommand(click.Command):
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         """Parse the words of the command, and give errors about them its context."""
-        ctx.meta[WORDS] = tuple(args)
+        ctx.meta[_WORDS] = tuple(args)
         try:
             return super().parse_args(ctx, args)
         except click.UsageError as error:
@@ -128,7 +128,8 @@ class GroupedCommand(click.Command):
         # Only a help needs it
         from quantizer.cli.arguments.help_text import write_options
 
-        write_options(self.get_params(ctx), ctx, formatter)
+        words = ctx.meta.get(_WORDS, ())
+        write_options(self.get_params(ctx), ctx, formatter, words)
 
 
 def _paths_of(value: Any) -> list[str]:

@@ -28,13 +28,17 @@ from quantizer.config.run_options import FINETUNE_MODES, LEVELS, SIZE_CHOICES
 from quantizer.config.wording import joined
 from quantizer.declarations import DataKind, Plugin
 from quantizer.export.targets import CHECKED_TARGETS, CHOICES, EXPORTERS
-from quantizer.plugins import plugins
+from quantizer.plugins import if_command, plugins
 
 QUANT_MODES = ("float", "calib", "test")
 TARGET_OPTIONS = "target_options"
 """The field of `Options` that stands for the options of all targets."""
 RAISING = ("fast_finetune", "dpu_accuracy")
 """Options of calibration that test mode accepts too: they must match the results."""
+
+
+LISTED = if_command("targets", ", as `quantizer targets` lists it")
+"""The end of a sentence about a destination."""
 
 
 def word_of(name: str) -> str:
@@ -248,8 +252,7 @@ class Options:
         group="Output",
     )
     to_: tuple[str, ...] = option(
-        "Where the network goes, as `quantizer targets` lists it. Calibration checks that it "
-        "can be written, test mode writes it to DIR/export. May be repeated.",
+        "Where the network goes: calibration checks that it can, and test mode writes it.",
         default=(),
         type=DestinationWord(),
         metavar="NAME",

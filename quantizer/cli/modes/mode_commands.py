@@ -8,7 +8,7 @@ from dataclasses import replace
 import click
 
 from quantizer.cli.arguments.grouped_command import command
-from quantizer.cli.arguments.options import RUN, Options, takes
+from quantizer.cli.arguments.options import LISTED, RUN, Options, takes
 from quantizer.cli.arguments.places import from_start
 from quantizer.cli.terminal import process
 from quantizer.cli.terminal.render import say_note
@@ -39,8 +39,7 @@ def _others(*names: str) -> tuple[str, ...]:
 @command()
 @takes(
     *_others(*_TESTING),
-    to_="Where the network goes, as `quantizer targets` lists it: it is checked that it can "
-    "hold the result. May be repeated.",
+    to_=f"Where the network goes{LISTED}: it is checked that it can. May be repeated.",
     config_file="The JSON config.  [default: quantize_config.json in the result folder, "
     f"written from the preset of --to, or {_PRESET}, if it is not there]",
 )
@@ -54,7 +53,7 @@ def calib(options: Options) -> int:
     if options.config_file is not None or options.model is None:
         return _run(options)
     if process.is_rank():
-        raise UsageError("under torchrun, --config_file is needed", help="`quantizer init`")
+        raise UsageError("torchrun needs a config", help="give one with --config_file")
     folder = from_start(options.output_dir)
     with restored_if_refused(folder):
         return _run(replace(options, config_file=_config_of(options)))
@@ -63,8 +62,7 @@ def calib(options: Options) -> int:
 @command()
 @takes(
     *_others(*_CALIBRATING),
-    to_="Also write the network for NAME, as `quantizer targets` lists it, to DIR/export. May "
-    "be repeated.",
+    to_=f"Also write the network for NAME{LISTED}, to DIR/export. May be repeated.",
     config_file="The JSON config, to check that calibration had it.",
 )
 def test(options: Options) -> int:

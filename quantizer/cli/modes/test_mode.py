@@ -50,7 +50,7 @@ from quantizer.results.folder import QuantInfo, read_info
 from quantizer.sources.arguments import window_length
 from quantizer.sources.data import Batches
 from quantizer.sources.directions import BY_NAME
-from quantizer.sources.models import Evaluate
+from quantizer.sources.models import Evaluate, LoadedModel
 from quantizer.storage.files import write_text
 from quantizer.tables import POOLED_METRICS
 
@@ -98,7 +98,7 @@ def run_test(
             )
     seq_len = window_length(info.header["inputs"])
     batches = session.open_test_data(options, loaded, opened, seq_len)
-    if session.reads_calibration_data(options, loaded):
+    if _reads_calibration_data(options, loaded):
         command = info.commands.get("calib", ())
         passes = same_in_each_pass(batches)
         passes.has_same_source = names_same_source(options, command)
@@ -122,6 +122,14 @@ def run_test(
         opened = opened or session.OpenedRun(options, loaded, batches)
         run = _TestRun(options, ranks, info, opened, evaluator, gates, batches, place, noted)
         return run.outcome(calibrated)
+
+
+def _reads_calibration_data(options: Options, loaded: LoadedModel) -> bool:
+    """Return whether tests read from where calibrations with these options read."""
+    option = session.evaluation_option(options, loaded)
+    if option is None and options.data is None:
+        return loaded.evaluation_data is loaded.calibration_data
+    return option == options.data
 
 
 @dataclass(frozen=True)

@@ -47,7 +47,6 @@ _TITLES = ("layers that read one value", "channels", "factors are folded into")
 @takes(*TABLE, "filter", *LOOK)
 @click.option(
     "--to",
-    "target",
     cls=GroupedOption,
     old_names=["--target"],
     type=click.Choice(["DPU"], case_sensitive=False),
@@ -64,9 +63,7 @@ _TITLES = ("layers that read one value", "channels", "factors are folded into")
     metavar="TEST",
     help="Exit with code 1 unless TEST holds, e.g. 'cpu_operators<=2'.",
 )
-def inspect(
-    options: Options, target: str | None, algorithms: bool, gate: tuple[str, ...]
-) -> None:
+def inspect(options: Options, to: str | None, algorithms: bool, gate: tuple[str, ...]) -> None:
     """List the name, operator and output shape of each layer, its quantized tensors, and why
     others stay in float.
 
@@ -84,7 +81,7 @@ def inspect(
     gates = [parse_gate(text) for text in gate]
     read = config_to_look(options.config_file)
     settings = read.config.settings
-    for_dpu = target is not None
+    for_dpu = to is not None
     if options.config_file is not None and settings.target_device == "DPU":
         for_dpu = True
     if algorithms:
@@ -147,8 +144,8 @@ def _require_structure_alone(options: Options, *, for_dpu: bool) -> None:
     """Raise `UsageError` for options that have no effect with --algorithms."""
     if for_dpu:
         raise UsageError(
-            "--algorithms and --target DPU exclude each other",
-            help="leave out --target, or the config for the DPU",
+            "--algorithms and --to DPU exclude each other",
+            help="leave out --to, or the config for the DPU",
         )
     for name in ("names", "top", "filter"):
         if getattr(options, name):
