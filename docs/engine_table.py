@@ -1,4 +1,4 @@
-"""Write the table of engines in docs/engine_results.md from the results of `make engines`."""
+"""Write the table in docs/engine_results.md from the results of `make engines`."""
 
 from __future__ import annotations
 
@@ -13,8 +13,6 @@ sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
 from engines.table import ENGINES, NETWORKS, Engine
 
 RESULTS = Path(__file__).parents[1] / "benchmarks" / "engines" / "results"
-_START = "<!-- engines: written by docs/generate.py from benchmarks/engines/results -->\n"
-_END = "<!-- end of engines -->\n"
 _COLUMNS = (
     "target",
     "engine",
@@ -28,10 +26,8 @@ _COLUMNS = (
 _BUSY = "The machine was busy when speeds were measured, so they are only a hint.\n"
 
 
-def with_engines(page: str) -> str:
-    """Return the page with a row for each engine and network, and what did not run."""
-    before, _, rest = page.partition(_START)
-    _, _, after = rest.partition(_END)
+def table_of_engines() -> str:
+    """Return a row for each engine and network, and what did not run."""
     head = [f"| {' | '.join(_COLUMNS)} |\n", "|---" * len(_COLUMNS) + "|\n"]
     rows: list[str] = []
     notes: list[str] = []
@@ -45,7 +41,7 @@ def with_engines(page: str) -> str:
         for reason, names in _names_by_reason(content["rows"]).items():
             notes.append(f"* {engine.title}, `{_target(engine)}`: {_listed(names)}. {reason}\n")
     sentences = "" if is_quiet else f"\n{_BUSY}"
-    return "".join([before, _START, *head, *rows, sentences, "\n", *notes, _END, after])
+    return "".join([*head, *rows, sentences, "\n", *notes])
 
 
 def _row(engine: Engine, result: dict[str, Any]) -> str:
