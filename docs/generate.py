@@ -24,7 +24,7 @@ from typing import Any
 # This file is run as a program and loaded by a test.
 sys.path.append(str(Path(__file__).parent))
 
-from engine_table import table_of_engines
+from engine_table import tables_of_engines
 from family_table import tables_of_families
 from install_lines import PUBLISHED, repository, with_install_lines
 from marked_parts import with_part
@@ -124,7 +124,7 @@ PARTS: Mapping[str, tuple[str, Callable[[], str]]] = {
     "destinations": ("one_command.md", table_of_destinations),
     "metrics": ("metrics.md", table_of_metrics),
     "conversions": ("convert.md", table_of_conversions),
-    "engines": ("engine_results.md", table_of_engines),
+    "engines": ("engine_results.md", tables_of_engines),
     "families": ("family_results.md", tables_of_families),
 }
 """The parts of pages that are written here: the page of each, and what returns its text."""
