@@ -18,6 +18,8 @@ stand for underscores (`--config-file`). Options of `--quant_mode` link to an ex
 """
 _DEFAULT = re.compile(r"\s*\[default: (.*)\]$")
 _ROOT_NAME = "quantizer --quant_mode"
+OPTION_PAGES = ("run.md", "run_output.md")
+"""The pages with a section for each option of a run."""
 
 
 def commands_page() -> str:
@@ -54,14 +56,15 @@ def _section(command: click.Command, title: str) -> str:
 
 
 def _examples() -> dict[str, str]:
-    """Return the heading of docs/run.md with an example, by option."""
-    page = Path(__file__).with_name("run.md").read_text("utf-8")
-    anchors = {}
-    for heading in re.findall(r"^##+ (`--.*)$", page, re.MULTILINE):
-        anchor = re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
-        for name in re.findall(r"`(--\w+)`", heading):
-            anchors[name] = anchor
-    return anchors
+    """Return the place of a section with an example, by option."""
+    places = {}
+    for page in OPTION_PAGES:
+        text = Path(__file__).with_name(page).read_text("utf-8")
+        for heading in re.findall(r"^##+ (`--.*)$", text, re.MULTILINE):
+            anchor = re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
+            for name in re.findall(r"`(--\w+)`", heading):
+                places[name] = f"{page}#{anchor}"
+    return places
 
 
 def _description(command: click.Command) -> str:
@@ -90,7 +93,7 @@ def _row(option: click.Option, context: click.Context, examples: Mapping[str, st
     for name in (*option.opts, *option.secondary_opts):
         shown = f"`{name}`"
         if name in examples:
-            shown = f"[{shown}](run.md#{examples[name]})"
+            shown = f"[{shown}]({examples[name]})"
         names.append(shown)
     cells = [", ".join(names), _values(option, context), default, _cell(meaning)]
     return f"| {' | '.join(cells)} |\n"

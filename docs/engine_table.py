@@ -1,4 +1,4 @@
-"""Write the table of engines in docs/engine_results.md from the results of `make engines`."""
+"""Write the tables in docs/engine_results.md from the results of `make engines`."""
 
 from __future__ import annotations
 
@@ -13,69 +13,62 @@ sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
 from engines.table import ENGINES, NETWORKS, Engine
 
 RESULTS = Path(__file__).parents[1] / "benchmarks" / "engines" / "results"
-_START = "<!-- engines: written by docs/generate.py from benchmarks/engines/results -->\n"
-_END = "<!-- end of engines -->\n"
-_COLUMNS = (
-    "target",
-    "engine",
+_NETWORK, _KEPT, _TEST_MODE, _FLOAT, _INTEGERS, _SPEED = _COLUMNS = (
     "network",
-    "loads",
-    "SQNR against test mode",
-    "from float: engine, test mode",
+    "weights with codes and scales",
+    "SQNR to test mode",
+    "to float: engine, test mode",
     "in integers",
     "speed of float",
 )
 _BUSY = "The machine was busy when speeds were measured, so they are only a hint.\n"
 
 
-def with_engines(page: str) -> str:
-    """Return the page with a row for each engine and network, and what did not run."""
-    before, _, rest = page.partition(_START)
-    _, _, after = rest.partition(_END)
-    head = [f"| {' | '.join(_COLUMNS)} |\n", "|---" * len(_COLUMNS) + "|\n"]
-    rows: list[str] = []
-    notes: list[str] = []
+def tables_of_engines() -> str:
+    """Return a section for each engine: a row for each network, and what did not run."""
+    sections = []
     is_quiet = True
     for engine in ENGINES:
         content = json.loads((RESULTS / f"{engine.name}.json").read_text("utf-8"))
         is_quiet = is_quiet and content["machine"]["is_quiet"]
-        for result in content["rows"]:
-            if "cannot_hold" not in result:
-                rows.append(_row(engine, result))
-        for reason, names in _names_by_reason(content["rows"]).items():
-            notes.append(f"* {engine.title}, `{_target(engine)}`: {_listed(names)}. {reason}\n")
-    sentences = "" if is_quiet else f"\n{_BUSY}"
-    return "".join([before, _START, *head, *rows, sentences, "\n", *notes, _END, after])
+        sections.append(_section(engine, content["rows"]))
+    return "".join(["" if is_quiet else f"\n{_BUSY}", *sections])
 
 
-def _row(engine: Engine, result: dict[str, Any]) -> str:
-    """Return the row of a network that an engine was given."""
-    loads = "yes"
+def _section(engine: Engine, results: list[dict[str, Any]]) -> str:
+    ran = [
+        result for result in results if "cannot_hold" not in result and "failure" not in result
+    ]
+    version = ", ".join(sorted({result["version"] for result in ran}))
+    rows = [_cells(result) for result in ran]
+    columns = [name for name in _COLUMNS if any(row[name] for row in rows)]
+    lines = [f"\n## {engine.title} {version}: `{_target(engine)}`\n\n"]
+    lines.append(f"| {' | '.join(columns)} |\n{'|---' * len(columns)}|\n")
+    for row in rows:
+        lines.append(f"| {' | '.join(row[name] for name in columns)} |\n")
+    notes = _names_by_reason(results)
+    if notes:
+        lines.append("\n")
+    for reason, names in notes.items():
+        lines.append(f"* {_listed(names)}: {reason}\n")
+    return "".join(lines)
+
+
+def _cells(result: dict[str, Any]) -> dict[str, str]:
+    """Return the cells of a network that an engine took, by column."""
+    cells = dict.fromkeys(_COLUMNS, "")
+    cells[_NETWORK] = NETWORKS[result["network"]]
     if "weights" in result:
-        kept = f"{result['kept']} of {result['weights']} weights"
-        loads = f"converts, with codes and scales of {kept}"
-    elif "failure" in result:
-        loads = "no"
-    name = f"{engine.title} {result.get('version', '')}".strip()
-    cells = [f"`{_target(engine)}`", name, NETWORKS[result["network"]], loads]
-    cells += _figures(result) if loads == "yes" else [""] * 4
-    return f"| {' | '.join(cells)} |\n"
-
-
-def _figures(result: dict[str, Any]) -> list[str]:
-    """Return the cells of a network that ran."""
-    closeness = "equal"
-    if "sqnr_db" in result:
-        closeness = f"{result['sqnr_db']:.1f} dB"
-    from_float = f"{result['float_db']:.1f} dB, {result['test_mode_db']:.1f} dB"
-    share = ""
+        cells[_KEPT] = f"{result['kept']} of {result['weights']}"
+        return cells
+    cells[_TEST_MODE] = f"{result['sqnr_db']:.1f} dB" if "sqnr_db" in result else "equal"
+    cells[_FLOAT] = f"{result['float_db']:.1f} dB, {result['test_mode_db']:.1f} dB"
     if "multiplications" in result:
-        share = f"{result['integer']} of {result['multiplications']}"
-    speed = ""
+        cells[_INTEGERS] = f"{result['integer']} of {result['multiplications']}"
     if "speed" in result:
-        figures = result["speed"]
-        speed = f"{figures['ratio']:.2f} ({figures['low']:.2f} to {figures['high']:.2f})"
-    return [closeness, from_float, share, speed]
+        speed = result["speed"]
+        cells[_SPEED] = f"{speed['ratio']:.2f} ({speed['low']:.2f} to {speed['high']:.2f})"
+    return cells
 
 
 def _names_by_reason(rows: list[dict[str, Any]]) -> dict[str, list[str]]:
@@ -84,7 +77,7 @@ def _names_by_reason(rows: list[dict[str, Any]]) -> dict[str, list[str]]:
     for result in rows:
         reason = result.get("cannot_hold", "")
         if "failure" in result:
-            reason = f"Its message: `{result['failure'].replace('`', '')}`"
+            reason = f"it ends with `{result['failure'].replace('`', '')}`"
         if reason:
             names.setdefault(reason, []).append(NETWORKS[result["network"]])
     return names

@@ -1,4 +1,4 @@
-"""Write the tables of families in docs/engines.md from the results of `make engines`."""
+"""Write the tables in docs/family_results.md from the results of `make engines`."""
 
 from __future__ import annotations
 
@@ -19,18 +19,13 @@ from engines.families.schemes import SCHEMES
 RESULTS = Path(__file__).parents[1] / "benchmarks" / "engines" / "families" / "results"
 EQUAL_DB = 100.0
 """From here on, outputs differ by the order of sums in float32 only."""
-_START = "<!-- families: written by docs/generate.py from benchmarks/engines/families -->\n"
-_END = "<!-- end of families -->\n"
 _FAMILY = re.compile(r"this model is \w+, which")
 Rows = dict[tuple[str, str], dict[str, Any]]
 
 
-def with_families(page: str) -> str:
-    """Return the page with a table for each consumer."""
-    before, _, rest = page.partition(_START)
-    _, _, after = rest.partition(_END)
-    tables = [_table(consumer) for consumer in CONSUMERS.values()]
-    return "".join([before, _START, *tables, _END, after])
+def tables_of_families() -> str:
+    """Return a table for each consumer."""
+    return "".join(_table(consumer) for consumer in CONSUMERS.values())
 
 
 def stored_rows(consumer: Consumer) -> Rows:

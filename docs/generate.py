@@ -1,12 +1,11 @@
 """Write what follows from the schemas, from the table of algorithms and from that of formats.
 
-These are: the tables in docs/one_command.md and docs/metrics.md; the table of what was tested
-in README.md; quantizer/__init__.pyi; the part on algorithms in both schemas; the rules for
-editors in layered.schema.json; the options of method, round_mode and dtype in
-quantization_spec.schema.json; the table of presets in docs/hierarchical.md; the table of
-engines in docs/engine_results.md and those of families in docs/engines.md; the lines that
-install the package in README.md, CONTRIBUTING.md and docs/. Pages that follow from the
-package as a whole are made with the site (docs/site_pages.py).
+These are: the marked parts of pages (PARTS); the table of what was tested in README.md;
+quantizer/__init__.pyi; the part on algorithms in both schemas; the rules for editors in
+layered.schema.json; the options of method, round_mode and dtype in
+quantization_spec.schema.json; the lines that install the package in README.md, CONTRIBUTING.md
+and docs/. Pages that follow from the package as a whole are made with the site
+(docs/site_pages.py).
 
 Run `python docs/generate.py` after a change to a rule, a description, a setting, a preset or a
 number format. A test fails while a file is stale.
@@ -17,7 +16,7 @@ from __future__ import annotations
 import json
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
@@ -25,9 +24,10 @@ from typing import Any
 # This file is run as a program and loaded by a test.
 sys.path.append(str(Path(__file__).parent))
 
-from engine_table import with_engines
-from family_table import with_families
+from engine_table import tables_of_engines
+from family_table import tables_of_families
 from install_lines import PUBLISHED, repository, with_install_lines
+from marked_parts import with_part
 from stub import stub
 from tested_table import with_table
 
@@ -51,18 +51,6 @@ LAYERED = ROOT / "schemas" / "layered.schema.json"
 HIERARCHICAL = ROOT / "schemas" / "hierarchical.schema.json"
 STUB = ROOT / "quantizer" / "__init__.pyi"
 SPEC = ROOT / "schemas" / "quantization_spec.schema.json"
-HIERARCHICAL_PAGE = ROOT / "docs" / "hierarchical.md"
-DESTINATIONS_PAGE = ROOT / "docs" / "one_command.md"
-_DESTINATIONS_HEAD = """| `--to` | makes | preset with data | preset without data | file |
-|---|---|---|---|---|
-"""
-METRICS_PAGE = ROOT / "docs" / "metrics.md"
-_METRICS_HEAD = """| metric | unit, range | better | what it is |
-|---|---|---|---|
-"""
-_PRESET_TABLE = """| preset | form | in the other form | why, or what may differ |
-|---|---|---|---|
-"""
 
 _WORDS = {field: word for word, field in FIELDS.items()}
 _TENSOR = "tensor_quantize_config"
@@ -77,13 +65,10 @@ def generated() -> dict[Path, str]:
     hierarchical = with_words(HIERARCHICAL.name, generated_schema("hierarchical"))
     schemas = {HIERARCHICAL: text_of(hierarchical), LAYERED: layered_schema()}
     schemas[SPEC] = spec_schema()
-    pages = {HIERARCHICAL_PAGE: hierarchical_page()}
-    pages[DESTINATIONS_PAGE] = destinations_page()
-    pages[METRICS_PAGE] = metrics_page()
-    measured = ROOT / "docs" / "engine_results.md"
-    pages[measured] = with_engines(measured.read_text("utf-8"))
-    loading = ROOT / "docs" / "engines.md"
-    pages[loading] = with_families(loading.read_text("utf-8"))
+    pages = {}
+    for name, (place, text_of_part) in PARTS.items():
+        path = ROOT / "docs" / place
+        pages[path] = with_part(path.read_text("utf-8"), name, text_of_part())
     readme = ROOT / "README.md"
     pages[readme] = with_table(readme.read_text("utf-8"), ROOT / "tests")
     for path in [readme, ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")]:
@@ -92,11 +77,8 @@ def generated() -> dict[Path, str]:
     return {**schemas, **pages, STUB: stub()}
 
 
-def destinations_page() -> str:
-    """Return docs/one_command.md with a row for each destination of `quantizer run`."""
-    text = DESTINATIONS_PAGE.read_text("utf-8")
-    before, head, rest = text.partition(_DESTINATIONS_HEAD)
-    after = re.sub(r"\A(\|.*\n)*", "", rest)
+def table_of_destinations() -> str:
+    """Return a row for each destination of `quantizer run`."""
     rows = []
     for name, destination in DESTINATIONS.items():
         without_data = "refused"
@@ -106,45 +88,46 @@ def destinations_page() -> str:
         if destination.transformers_target is not None:
             file += f", `{EXPORTERS[destination.transformers_target].suffix}` folder"
         cells = [f"`{name}`", destination.made, f"`{destination.preset}`", without_data, file]
-        rows.append(f"| {' | '.join(cells)} |\n")
-    return "".join([before, head, *rows, after])
+        rows.append(cells)
+    return _table(["`--to`", "makes", "preset with data", "preset without data", "file"], rows)
 
 
-def metrics_page() -> str:
-    """Return docs/metrics.md with a row for each metric."""
-    text = METRICS_PAGE.read_text("utf-8")
-    before, head, rest = text.partition(_METRICS_HEAD)
-    after = re.sub(r"\A(\|.*\n)*", "", rest)
+def table_of_metrics() -> str:
+    """Return a row for each metric."""
     rows = []
     for name, words in METRICS.items():
         title = name if "`" in name else f"`{name}`"
-        rows.append(f"| {title} | {words.unit} | {words.better} | {words.meaning} |\n")
-    return "".join([before, head, *rows, after])
+        rows.append([title, words.unit, words.better, words.meaning])
+    return _table(["metric", "unit, range", "better", "what it is"], rows)
 
 
-def hierarchical_page() -> str:
-    """Return docs/hierarchical.md with a row for each preset in its table of conversions."""
-    text = HIERARCHICAL_PAGE.read_text("utf-8")
-    before, head, rest = text.partition(_PRESET_TABLE)
-    after = re.sub(r"\A(\|.*\n)*", "", rest)
-    rows = [f"{preset_row(name)}\n" for name in presets()]
-    return "".join([before, head, *rows, after])
+def table_of_conversions() -> str:
+    """Return a row for each preset that the other form of the config can express."""
+    rows = []
+    for name in presets():
+        config = load_config(ROOT / "configs" / f"{name}.json").require()
+        other: Form = "hierarchical" if config.form == "layered" else "layered"
+        findings = convert_config(config, other).findings
+        if all(finding.severity != "error" for finding in findings):
+            remarks = ". ".join(finding.message for finding in findings)
+            rows.append([f"`{name}`", config.form, remarks])
+    return _table(["preset", "form", "what may differ in the other form"], rows)
 
 
-def preset_row(name: str) -> str:
-    """Return what converting a preset to the other form does, as a row of that table."""
-    config = load_config(ROOT / "configs" / f"{name}.json").require()
-    other: Form = "hierarchical" if config.form == "layered" else "layered"
-    findings = convert_config(config, other).findings
-    errors = [finding.message for finding in findings if finding.severity == "error"]
-    if not errors:
-        remarks = ". ".join(finding.message for finding in findings)
-        return f"| `{name}` | {config.form} | converts | {remarks} |"
-    reasons = []
-    for message in errors:
-        key, _, reason = message.partition(": ")
-        reasons.append(f"`{key}`: {reason}")
-    return f"| `{name}` | {config.form} | refused | {'. '.join(reasons)} |"
+def _table(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Return a table in Markdown."""
+    head = f"| {' | '.join(titles)} |\n{'|---' * len(titles)}|\n"
+    return head + "".join(f"| {' | '.join(cells)} |\n" for cells in rows)
+
+
+PARTS: Mapping[str, tuple[str, Callable[[], str]]] = {
+    "destinations": ("one_command.md", table_of_destinations),
+    "metrics": ("metrics.md", table_of_metrics),
+    "conversions": ("convert.md", table_of_conversions),
+    "engines": ("engine_results.md", tables_of_engines),
+    "families": ("family_results.md", tables_of_families),
+}
+"""The parts of pages that are written here: the page of each, and what returns its text."""
 
 
 def spec_schema() -> str:

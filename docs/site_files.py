@@ -23,7 +23,7 @@ OUTSIDE = re.compile(
 )
 TABLE_ROW = re.compile(r"^\|.*$", re.MULTILINE)
 CODE = re.compile(r"`[^`\n]+`")
-_GENERATED = frozenset([*site_pages(), "engine_results.md"])
+_GENERATED = frozenset([*site_pages(), "engine_results.md", "family_results.md"])
 
 
 def on_config(config: Any) -> Any:

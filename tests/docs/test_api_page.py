@@ -1,4 +1,4 @@
-"""The code on docs/api.md runs and prints what the page says."""
+"""The code on docs/api.md and docs/in_place.md runs and prints what the pages say."""
 
 from __future__ import annotations
 
@@ -6,15 +6,19 @@ import re
 from pathlib import Path
 
 import pytest
-
-PAGE = (Path(__file__).parents[2] / "docs" / "api.md").read_text("utf-8")
-BLOCKS = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
-PRINTED = "".join(re.findall(r"prints\n\n```\n(.*?)```", PAGE, re.DOTALL))
+from support.runs import ROOT
 
 
-def test_the_page_prints_what_it_says(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("page", "ending"), [("api.md", ""), ("in_place.md", "True\n")])
+def test_a_page_prints_what_it_says(
+    page: str,
+    ending: str,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    text = (ROOT / "docs" / page).read_text("utf-8")
+    shown = "".join(re.findall(r"prints\n\n```\n(.*?)```", text, re.DOTALL))
     monkeypatch.chdir(tmp_path)
-    exec("\n".join(BLOCKS), {})
-    assert capsys.readouterr().out == f"{PRINTED}True\n"
+    exec("\n".join(re.findall(r"```python\n(.*?)```", text, re.DOTALL)), {})
+    assert capsys.readouterr().out == shown + ending

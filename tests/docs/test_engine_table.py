@@ -43,12 +43,22 @@ def test_an_engine_has_a_result_for_each_network(engine: Engine) -> None:
 
 @ALL_ENGINES
 def test_the_page_has_a_row_or_a_message_for_each_network(engine: Engine) -> None:
+    options = "".join(f" --{name} {value}" for name, value in engine.options.items())
+    (section,) = [
+        text
+        for text in PAGE.split("\n## ")
+        if text.startswith(f"{engine.title} ")
+        and text.partition("\n")[0].endswith(f": `{engine.target}{options}`")
+    ]
     for name, row in results(engine).items():
-        start = f"| {engine.title} {row.get('version', '')}".strip()
-        words = [f"| `{engine.target}", start, f"| {NETWORKS[name]} |"]
-        if "cannot_hold" in row:
-            words = [f"* {engine.title}", row["cannot_hold"]]
-        assert any(all(word in line for word in words) for line in PAGE.splitlines()), words
+        if "version" in row:
+            assert f" {row['version']}" in section.partition("\n")[0]
+        shown = f"| {NETWORKS[name]} |"
+        if "failure" in row:
+            shown = row["failure"].replace("`", "")
+        elif "cannot_hold" in row:
+            shown = row["cannot_hold"]
+        assert shown in section
 
 
 @ALL_ENGINES

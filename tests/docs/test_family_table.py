@@ -1,4 +1,4 @@
-"""docs/engines.md shows what families gave in `make engines`: each consumer has a row for each of
+"""docs/family_results.md shows what families gave in `make engines`: each consumer has a row for each of
 its families and schemes, and another run gives the same.
 """
 

@@ -1,5 +1,5 @@
-"""docs/hierarchical.md: each file in it is read, and each command prints the lines that the
-page shows.
+"""The pages on the hierarchical form: each file in them is read, and each command prints the
+lines that they show.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from quantizer.config.load import load_config
 from quantizer.config.resources import load_resource
 
 ROOT = Path(__file__).parents[2]
-PAGE = (ROOT / "docs" / "hierarchical.md").read_text("utf-8")
+PAGES = ("hierarchical.md", "number_formats.md", "convert.md")
+PAGE = "\n".join((ROOT / "docs" / page).read_text("utf-8") for page in PAGES)
 FILES = re.findall(r"As `(\w+\.json)`:\n\n```json\n(.*?)```", PAGE, flags=re.DOTALL)
 BLOCKS = re.findall(r"\n```\n(\$ quantizer .*?)\n```", PAGE, flags=re.DOTALL)
 

@@ -38,7 +38,13 @@ from quantizer.config.resources import load_resource
 ROOT = Path(__file__).parents[2]
 PAGES = {
     name: (ROOT / "docs" / f"{name}.md").read_text("utf-8")
-    for name in ("from_vai_q_pytorch", "from_quark")
+    for name in (
+        "from_vai_q_pytorch",
+        "vai_q_pytorch_differences",
+        "from_quark",
+        "quark_names",
+        "quark_differences",
+    )
 }
 FENCE = re.compile(
     r"^(?:As `(?P<file>[\w.]+)`:\n\n)?```(?P<kind>\w*)\n(?P<text>.*?)^```$",
@@ -103,7 +109,7 @@ def test_words_of_ours_exist(page: str) -> None:
 
 IMPORTS = re.findall(
     r"^\| (`quark\.[^|]+) \| `(from quantizer import (\w+))` \|$",
-    PAGES["from_quark"],
+    PAGES["quark_names"],
     re.MULTILINE,
 )
 OURS_ALONE = {"IMatrixConfig", *OBSERVERS}
@@ -252,11 +258,13 @@ def _words() -> set[str]:
 
 @cache
 def _files() -> set[str]:
-    """Result files and presets: those that docs/run.md lists, what deploys, and what a model in
+    """Result files and presets: those that docs/result_folder.md lists, what deploys, and what a model in
     place is saved as.
     """
     listed = set(
-        re.findall(r"`([\w<>]+\.\w[\w.]*)`", (ROOT / "docs" / "run.md").read_text("utf-8"))
+        re.findall(
+            r"`([\w<>]+\.\w[\w.]*)`", (ROOT / "docs" / "result_folder.md").read_text("utf-8")
+        )
     )
     presets = {f"configs/{path.name}" for path in (ROOT / "configs").iterdir()}
     exported = {

@@ -1,5 +1,5 @@
-"""docs/run.md has a section with a command for every option of a run, and none that is not
-one.
+"""docs/run.md and docs/run_output.md have a section with a command for every option of a run, and
+none that is not one.
 """
 
 from __future__ import annotations
@@ -12,8 +12,9 @@ import pytest
 
 from quantizer.cli.main import cli
 
-PAGE = (Path(__file__).parents[2] / "docs" / "run.md").read_text("utf-8")
-SECTIONS = [part.split("\n\n") for part in re.split("\n##+ ", PAGE) if part.startswith("`--")]
+DOCS = Path(__file__).parents[2] / "docs"
+TEXT = "".join((DOCS / page).read_text("utf-8") for page in ("run.md", "run_output.md"))
+SECTIONS = [part.split("\n\n") for part in re.split("\n##+ ", TEXT) if part.startswith("`--")]
 OPTIONS = [parameter for parameter in cli.params if isinstance(parameter, click.Option)]
 
 
