@@ -8,6 +8,7 @@ from pathlib import Path
 
 import click
 
+from quantizer.cli.config_commands import TOPICS
 from quantizer.cli.main import cli, subcommands
 
 _TITLE = """# All commands
@@ -114,8 +115,7 @@ def _cell(text: str) -> str:
 
 def _ending() -> str:
     """Return the sections on exit codes and environment variables."""
-    blocks = [block.strip("\n") for block in (cli.epilog or "").split("\b\n")]
-    codes, variables = (block for block in blocks if block)
+    codes, variables = TOPICS.values()
     rows = []
     for line in codes.splitlines()[1:]:
         code, meaning = line.split(None, 1)

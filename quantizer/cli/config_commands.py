@@ -110,7 +110,7 @@ Exit codes:
 _VARIABLES = """\
 Environment variables set options. QUANTIZER_CALIB_MODEL=my_model.py stands for --model of
 `quantizer calib`, and QUANTIZER_SEED=1 for --seed 1 with --quant_mode."""
-_TOPICS = {"exit-codes": _EXIT_CODES, "variables": _VARIABLES}
+TOPICS = {"exit-codes": _EXIT_CODES, "variables": _VARIABLES}
 """The texts of `quantizer help`, besides those of commands."""
 
 
@@ -129,7 +129,7 @@ def help_command(ctx: click.Context, name: str | None) -> None:
     if name is None:
         click.echo(root.get_help())
         return
-    topic = _TOPICS.get(name.replace("_", "-"))
+    topic = TOPICS.get(name.replace("_", "-"))
     if topic is not None:
         click.echo(topic)
         return
@@ -137,7 +137,7 @@ def help_command(ctx: click.Context, name: str | None) -> None:
     assert isinstance(group, click.Group)
     shown = group.get_command(root, name)
     if shown is None:
-        near = closest_word(name, [*group.list_commands(root), *_TOPICS])
+        near = closest_word(name, [*group.list_commands(root), *TOPICS])
         remedy = "`quantizer help` lists all commands, `quantizer explain` all config keys"
         if near is not None:
             remedy = f"did you mean `quantizer help {near}`? {remedy}"

@@ -15,7 +15,11 @@ from quantizer.cli.main import cli
 DOCS = Path(__file__).parents[2] / "docs"
 TEXT = "".join((DOCS / page).read_text("utf-8") for page in ("run.md", "run_output.md"))
 SECTIONS = [part.split("\n\n") for part in re.split("\n##+ ", TEXT) if part.startswith("`--")]
-OPTIONS = [parameter for parameter in cli.params if isinstance(parameter, click.Option)]
+OPTIONS = [
+    parameter
+    for parameter in cli.params
+    if isinstance(parameter, click.Option) and not parameter.hidden
+]
 
 
 def test_every_option_has_a_section() -> None:

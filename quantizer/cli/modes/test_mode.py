@@ -98,7 +98,7 @@ def run_test(
             )
     seq_len = window_length(info.header["inputs"])
     batches = session.open_test_data(options, loaded, opened, seq_len)
-    if _reads_calibration_data(options, loaded):
+    if reads_calibration_data(options, loaded):
         command = info.commands.get("calib", ())
         passes = same_in_each_pass(batches)
         passes.has_same_source = names_same_source(options, command)
@@ -124,7 +124,7 @@ def run_test(
         return run.outcome(calibrated)
 
 
-def _reads_calibration_data(options: Options, loaded: LoadedModel) -> bool:
+def reads_calibration_data(options: Options, loaded: LoadedModel) -> bool:
     """Return whether tests read from where calibrations with these options read."""
     option = session.evaluation_option(options, loaded)
     if option is None and options.data is None:

@@ -7,6 +7,7 @@ from typing import Any
 from quantizer.calibration.held_back import MIN_SAMPLES, may_need_data, samples_to_calibrate
 from quantizer.cli import session
 from quantizer.cli.arguments.options import Options
+from quantizer.cli.modes.test_mode import reads_calibration_data
 from quantizer.config.load import load_preset
 from quantizer.config.wording import counted
 from quantizer.errors import UsageError
@@ -173,4 +174,4 @@ def _are_same(calibration: Batches, evaluation: Batches) -> bool:
 
 def _has_evaluation_data(options: Options, loaded: LoadedModel) -> bool:
     """Return whether tests have other data than calibration."""
-    return bool(options.skip_len) or not session.reads_calibration_data(options, loaded)
+    return bool(options.skip_len) or not reads_calibration_data(options, loaded)
