@@ -133,8 +133,9 @@ class Destination:
         gain: the advice after a run without data; empty if data would change nothing.
         choices: values of the target's options, by name.
         if_slower: those with which the file is made again if it is slower than in float.
-        wider: the destination with more bits, if `--max_mb` can choose the widths of weights;
-            otherwise empty.
+        wider: the destination with more bits, if `--max_mb` can choose the width of each weight
+            of a model of transformers; otherwise empty.
+        smaller: presets with fewer bits, the largest first, of which `--max_mb` takes one.
         stands_for: "network" or "language model" if it is where these go by default.
         also: other names for it, with the preset that each stands for; empty for `preset`.
     """
@@ -148,6 +149,7 @@ class Destination:
     choices: Mapping[str, str] = field(default_factory=dict)
     if_slower: Mapping[str, str] = field(default_factory=dict)
     wider: str = ""
+    smaller: tuple[str, ...] = ()
     stands_for: str = ""
     also: Mapping[str, str] = field(default_factory=dict)
 

@@ -40,7 +40,7 @@ from quantizer.export.destinations import (
     in_words_of_run,
     preset_for,
 )
-from quantizer.export.exporting import export_summary
+from quantizer.export.exporting import export_summary, size_on_disk
 from quantizer.export.layer_choice import DEPLOY_FILE, asks_for_floats
 from quantizer.export.refusals import (
     layers_to_leave,
@@ -50,7 +50,14 @@ from quantizer.export.refusals import (
     require_model,
     require_operators,
 )
-from quantizer.export.sized_widths import SizedRun, config_within, require_sized
+from quantizer.export.sized_widths import (
+    SizedRun,
+    config_within,
+    has_widths,
+    preset_within,
+    require_file_within,
+    require_sized,
+)
 from quantizer.export.targets import EXPORTERS, FOLDER, checked_choices, checked_target
 from quantizer.export.value_names import require_fitting_names
 from quantizer.graph.ir import Graph
@@ -135,12 +142,17 @@ def quantize(
                 made_for = MadeFor(name, type(model).__name__, preset, max_mb, kept)
                 sized = _sized_run(model, graph, batches, events)
                 to_leave = layers_to_leave(target, choices)
-                config = config_file(place, made_for, sized, to_leave, overwrite=overwrite)
+                config = config_file(
+                    place, made_for, sized, to_leave, target=target, overwrite=overwrite
+                )
             result = calibrate_batches(model, config, batches, settings, graph=graph)
         result.save(place, overwrite=overwrite)
         measure = partial(Result.test, evaluate=evaluate, lower_is_better=lower_is_better)
         write = partial(_with_file, result, evaluation_data, place, target, measure)
         quantized = write(choices, DESTINATIONS[name].choices_if_slower(options))
+        if not has_widths(name, target):
+            file = quantized.path
+            require_file_within(max_mb, size_on_disk(target, file), file.name)
     improvement = DESTINATIONS[name].improvement(has_data=has_data)
     return _with_verdict(quantized, target, typed, improvement=improvement, config=config)
 
@@ -332,22 +344,35 @@ def _sized_run(
 
 
 def config_file(
-    folder: Path, made_for: MadeFor, run: SizedRun, to_leave: LayersToLeave, *, overwrite: bool
+    folder: Path,
+    made_for: MadeFor,
+    run: SizedRun,
+    to_leave: LayersToLeave,
+    *,
+    target: str,
+    overwrite: bool,
 ) -> Path:
     """Return the path of the config in the folder of the run, which is written if it is new, or
     if it quantizes layers to keep in float.
     """
-    preset = made_for.preset
     kept = made_for.keep_float
+    by_width = has_widths(made_for.destination, target)
+    presets = [made_for.preset, *DESTINATIONS[made_for.destination].smaller]
 
-    def new_text() -> str:
-        """Return the preset, fitted to the model and the file."""
+    def text_of(preset: str) -> str:
+        """Return a preset, fitted to the model and the file."""
         text, changes = fitted_text(preset_text(preset), preset, run.graph, to_leave)
         for change in changes:
             run.say(change)
         return with_kept(Text(preset, text), kept, run.graph)
 
-    finish = partial(config_within, max_mb=made_for.max_mb, run=run)
+    def new_text() -> str:
+        """Return the first preset whose weights are within the limit, if there is one."""
+        limit = None if by_width else made_for.max_mb
+        return preset_within(presets, limit, run, text_of)
+
+    limit = made_for.max_mb if by_width else None
+    finish = partial(config_within, max_mb=limit, run=run)
     path = run_config(folder, made_for, new_text, finish=finish, overwrite=overwrite)
     if keep_in_file(path, kept, run.graph, is_sized=made_for.max_mb is not None):
         run.say(f"{', '.join(kept)} added to exclude of {path}")

@@ -1,7 +1,7 @@
-"""4 or 8 bits for each weight, within a size of the file: `--max_mb` of `quantizer run`."""
+"""The widths of weights within a size of the file: `--max_mb` of `quantizer run`."""
 
 import math
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 
 from torch import nn
@@ -10,7 +10,7 @@ from quantizer.config.document.document import Document, Text
 from quantizer.config.document.edited import edited_text
 from quantizer.config.load import load_text
 from quantizer.config.model import QuantizationSpec
-from quantizer.errors import UsageError
+from quantizer.errors import GateError, UsageError
 from quantizer.evaluation.analyze import WatchedData, analyze_weights, width_candidates
 from quantizer.evaluation.width_choice import LARGEST_SIZE, Budget, sized_config
 from quantizer.export.destinations import SIZED
@@ -20,6 +20,7 @@ from quantizer.graph.passes import run_passes
 from quantizer.numerics.codes import bits_of
 from quantizer.plan.model import Plan
 from quantizer.plan.resolve import resolve_plan
+from quantizer.plan.size import weight_bytes
 from quantizer.plugins import if_command
 from quantizer.sources.kinds import advice_without_data
 
@@ -61,24 +62,17 @@ def require_sized(
             "<--max_mb> chooses the widths of a new config, and this run has one already",
             help=f"leave one of them out{otherwise}",
         )
-    if destination not in SIZED:
-        raise UsageError(
-            f"<--max_mb> chooses 4 or 8 bits for weights, and <--to {destination}> has one "
-            "width",
-            help=f"give <--to {' or '.join(SIZED)}>{otherwise}",
-        )
-    if target != SIZED[destination].transformers_target:
-        raise UsageError(
-            f"<--max_mb> limits checkpoints for engines, and this model becomes {target}",
-            help="it needs a model of transformers"
-            + if_command("analyze", "; `quantizer analyze --max_mb` takes any"),
-        )
-    if not has_data:
+    if has_widths(destination, target) and not has_data:
         raise UsageError(
             "<--max_mb> measures what each weight loses in 4 bits, and there is no data",
             help="give <--data><shell:, or add calibration_data() to the model's file>"
             f"{advice_without_data()}",
         )
+
+
+def has_widths(destination: str, target: str) -> bool:
+    """Return whether each weight in the files of a destination may have 4 or 8 bits."""
+    return destination in SIZED and target == SIZED[destination].transformers_target
 
 
 @dataclass(frozen=True)
@@ -96,6 +90,51 @@ class SizedRun:
     graph: Graph
     data: WatchedData
     say: Callable[[str], object]
+
+
+def preset_within(
+    presets: Sequence[str], max_mb: float | None, run: SizedRun, text_of: Callable[[str], str]
+) -> str:
+    """Return the text of the first preset whose weights take at most `max_mb` million bytes.
+
+    Args:
+        presets: their names, the largest first.
+        max_mb: the limit; None for the first preset.
+        run: the model.
+        text_of: returns the text of a preset, fitted to the model.
+
+    Raises:
+        UsageError: all are too large.
+    """
+    least = 0
+    for name in presets:
+        text = text_of(name)
+        if max_mb is None:
+            return text
+        config = load_text(Text(name, text)).require()
+        plan = resolve_plan(config, run_passes(run.graph, config.settings), run.graph)
+        _, least = weight_bytes(plan)
+        if least <= max_mb * 1e6:
+            run.say(f"note: the weights take {least / 1e6:.4g} MB with the preset {name}")
+            return text
+    raise UsageError(
+        f"<--max_mb {max_mb:g}> is too small: the weights take {least / 1e6:.4g} MB with the "
+        f"preset {presets[-1]}",
+        help="raise the limit, or quantize more layers with a config of your own",
+    )
+
+
+def require_file_within(max_mb: float | None, size: int, path: object) -> None:
+    """Check that a written file is within the limit. It has more than weights.
+
+    Raises:
+        GateError: it is larger.
+    """
+    if max_mb is not None and size > max_mb * 1e6:
+        raise GateError(
+            f"<--max_mb {max_mb:g}>: {path} takes {size / 1e6:.4g} MB",
+            help="raise the limit; or lower it, and a preset with fewer bits is taken",
+        )
 
 
 def config_within(text: str, max_mb: float | None, run: SizedRun) -> str:

@@ -65,7 +65,7 @@ def test_the_weights_take_at_most_so_many_bytes(
         (["--max_mb", "-1"], "is not a size"),
         (["--max_mb", "nan"], "is not a size"),
         (["--max_mb", "1e305"], "is not a size"),
-        (["--max_mb", "0.2", "--to", "w8"], "--to w8 has one width"),
+        (["--max_mb", "0.1", "--to", "w8"], "the weights take 0.2\\d+ MB with the preset"),
         (["--max_mb", "0.2", "--config_file", "c.json"], "this run has one already"),
     ],
 )
@@ -100,8 +100,58 @@ def test_a_size_needs_data_and_a_checkpoint(
     text_llama(folder)
     assert sized("my_llama", "--max_mb", "0.2") == 2
     assert "there is no data" in capsys.readouterr().err
-    network = "import torch\n\ndef model():\n    return torch.nn.Linear(4, 4)\n"
-    (folder / "net.py").write_text(network, "utf-8")
-    sizes = ["--to", "w4", "--data", "random:2x4", "--max_mb", "0.2"]
-    assert sized("net.py", *sizes) == 2
-    assert "this model becomes safetensors" in capsys.readouterr().err
+
+
+CNN = """
+import torch
+
+def model():
+    torch.manual_seed(0)
+    convolution = torch.nn.Conv2d(3, 64, 3)
+    return torch.nn.Sequential(convolution, torch.nn.ReLU(), torch.nn.Conv2d(64, 64, 3))
+
+def calibration_data():
+    return [torch.rand(2, 3, 8, 8, generator=torch.Generator().manual_seed(0))]
+"""
+
+
+@pytest.mark.parametrize("target", ["onnx", "pt2"])
+def test_a_network_of_one_width_is_within_the_limit_or_refused(
+    target: str, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if target == "onnx":
+        pytest.importorskip("onnxruntime", reason="--to onnx needs it (extra: onnx)")
+    (folder / "net.py").write_text(CNN, "utf-8")
+    run = ["run", "net.py", "-o", "out", "--to", target]
+    assert run_command([*run, "--max_mb", "1"]) == 0
+    assert re.search(
+        r"note: the weights take 0\.0\d+ MB with the preset", capsys.readouterr().err
+    )
+    [file] = (folder / "out" / "export").glob("Sequential.*")
+    assert file.stat().st_size <= 1e6
+    again = [*run, "--overwrite", "--max_mb"]
+    assert run_command([*again, "0.01"]) == 2
+    assert "--max_mb 0.01 is too small: the weights take 0.0" in capsys.readouterr().err
+    # A file has more than its weights
+    size = f"{(file.stat().st_size - 1) / 1e6:.6f}"
+    assert run_command([*again, size]) == 1
+    assert f"--max_mb {float(size):g}: Sequential" in capsys.readouterr().err
+
+
+def test_a_gguf_has_the_widest_blocks_within_the_limit(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("gguf", reason="--to gguf needs it (extra: llm)")
+    text_llama(folder, inputs=256)
+    gguf = ["run", "my_llama", "-o", "out", "--to", "gguf", "--data", "book.txt"]
+    gguf += ["--overwrite", "--max_mb"]
+    written = {}
+    for limit in ("0.7", "0.6"):
+        assert run_command([*gguf, limit]) == 0
+        [preset] = re.findall(r"MB with the preset (\w+)", capsys.readouterr().err)
+        [file] = (folder / "out" / "export").glob("*.gguf")
+        assert file.stat().st_size <= float(limit) * 1e6
+        written[preset] = file.stat().st_size
+    assert list(written) == ["gguf_q8_0", "gguf_q6_k"]
+    assert run_command([*gguf, "0.3"]) == 2
+    assert "MB with the preset gguf_q4_k_m" in capsys.readouterr().err

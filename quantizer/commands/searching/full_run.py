@@ -55,7 +55,12 @@ from quantizer.export.destinations import (
 )
 from quantizer.export.layer_choice import DEPLOY_FILE, asks_for_floats
 from quantizer.export.refusals import layers_to_leave, require_extras, require_model
-from quantizer.export.sized_widths import SizedRun, require_sized
+from quantizer.export.sized_widths import (
+    SizedRun,
+    has_widths,
+    require_file_within,
+    require_sized,
+)
 from quantizer.export.targets import EXPORTERS, FOLDER, require_choices
 from quantizer.export.value_names import require_fitting_names
 from quantizer.graph.ir import Graph
@@ -82,6 +87,9 @@ def full_run(options: RunOptions) -> None:
     _show(finished, lines, as_json=options.json)
     remedy = finished.remedy or loses_most(options)
     require_met(finished.test_options, gates, finished.tested, remedy=remedy)
+    if not has_widths(finished.destination, finished.test_options.deploy[0]):
+        for export in finished.tested.exports:
+            require_file_within(options.max_mb, export["bytes"], export["file"])
     if finished.tested.error:
         with in_words_of_run(finished.test_options.deploy[0], finished.destination):
             raise finished.tested.error
@@ -311,4 +319,6 @@ def config_of_run(
     sized = SizedRun(opened.loaded.module, graph, data, say_note)
     to_leave = layers_to_leave(target, options.target_choices)
     folder = from_start(options.output_dir)
-    return str(config_file(folder, made_for, sized, to_leave, overwrite=options.overwrite))
+    overwrite = options.overwrite
+    path = config_file(folder, made_for, sized, to_leave, target=target, overwrite=overwrite)
+    return str(path)

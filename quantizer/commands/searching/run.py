@@ -14,12 +14,7 @@ from quantizer.cli.arguments.places import DestinationWord, PathType, minutes
 from quantizer.cli.terminal import process
 from quantizer.config.resources import presets
 from quantizer.errors import ModelError, UsageError
-from quantizer.export.destinations import (
-    DESTINATIONS,
-    SIZED,
-    about_destinations,
-    destination_named,
-)
+from quantizer.export.destinations import DESTINATIONS, about_destinations, destination_named
 from quantizer.sources.user_code import require_file
 
 _STEPS = "quantizer.commands.searching.full_run:full_run"
@@ -53,8 +48,8 @@ class RunOptions(Options):
         metavar="FILE",
     )
     max_mb: float | None = option(
-        f"With --to {' or '.join(SIZED)}: 4 or 8 bits for each weight, so that all weights "
-        "take at most so many 10^6 bytes in the checkpoint.",
+        "The most 10^6 bytes that the file may have. Where a file may mix widths, weights get "
+        "4 or 8 bits each.",
         type=float,
         metavar="MB",
     )

@@ -45,6 +45,7 @@ PLUGIN = Plugin(
             preset="gguf_q8_0",
             without_data="gguf_q8_0",
             target="gguf",
+            smaller=("gguf_q6_k", "gguf_q5_k_m", "gguf_q4_k_m"),
             also={"llama.cpp": "", "ollama": ""}
             | {preset.removeprefix("gguf_"): preset for preset in _PRESETS},
         )
