@@ -116,7 +116,7 @@ class PerTensorPercentileObserver(ObserverBase):
 def quantize(
     model: _torch_nn.Module,
     data: CalibrationData | None = None,
-    to: Literal["onnx", "tensorrt", "npu", "openvino", "qnn", "pt2", "executorch", "litert", "w8", "w4", "w8a8", "fp8", "gguf", "int8", "trt", "aimet", "qualcomm", "pte", "tflite", "w8a16", "w4a16", "int4", "vllm", "llama.cpp", "ollama", "q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "q4_k", "q4_k_m", "q5_k", "q5_k_m", "q6_k", "iq4_nl"] | str | None = None,
+    to: Literal["onnx", "tensorrt", "npu", "openvino", "qnn", "pt2", "pt2_float", "executorch", "litert", "safetensors", "w8", "w4", "w8a8", "fp8", "compressed-tensors", "gptq", "gguf", "int8", "trt", "aimet", "qualcomm", "encodings", "pte", "tflite", "w8a16", "w4a16", "int4", "vllm", "llama.cpp", "ollama", "q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "q4_k", "q4_k_m", "q5_k", "q5_k_m", "q6_k", "iq4_nl"] | str | None = None,
     *,
     folder: str | os.PathLike[str] = "quantize_result",
     config: AnyConfig | None = None,
@@ -174,8 +174,8 @@ def quantize(
             [default: the first one of the data]
         litert_io: Type of the inputs and outputs of a .tflite: float, or int8 where
             they are quantized.
-        gguf_template: A .gguf of the same model: --deploy gguf keeps its keys and
-            tokenizer.
+        gguf_template: A .gguf of the same model, whose keys and tokenizer the file
+            keeps.
         options: the options of the target, as in `Result.export`.
 
     Raises:

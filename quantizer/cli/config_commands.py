@@ -108,8 +108,8 @@ Exit codes:
   130  interrupted (Ctrl-C)
   143  terminated"""
 _VARIABLES = """\
-Environment variables set options. QUANTIZER_CALIB_MODEL=my_model.py stands for --model of
-`quantizer calib`, and QUANTIZER_SEED=1 for --seed 1 with --quant_mode."""
+Environment variables set options. QUANTIZER_SEED=1 stands for --seed 1 of calib, test, float
+and --quant_mode, QUANTIZER_EXPLAIN_MODEL=my_model.py for --model of `quantizer explain`."""
 TOPICS = {"exit-codes": _EXIT_CODES, "variables": _VARIABLES}
 """The texts of `quantizer help`, besides those of commands."""
 

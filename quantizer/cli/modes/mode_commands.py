@@ -2,12 +2,13 @@
 options of that mode.
 """
 
+import functools
 from collections.abc import Callable
 from dataclasses import replace
 
 import click
 
-from quantizer.cli.arguments.grouped_command import command
+from quantizer.cli.arguments.grouped_command import SETTINGS, command
 from quantizer.cli.arguments.options import LISTED, RUN, Options, takes
 from quantizer.cli.arguments.places import from_start
 from quantizer.cli.terminal import process
@@ -32,11 +33,17 @@ _OF_FLOAT = (
 )
 
 
+_mode_command = functools.partial(
+    command, context_settings={**SETTINGS, "auto_envvar_prefix": "QUANTIZER"}
+)
+"""Defines a command whose options are set by the variables of `--quant_mode`."""
+
+
 def _others(*names: str) -> tuple[str, ...]:
     return tuple(name for name in RUN if name not in ("quant_mode", *names))
 
 
-@command()
+@_mode_command("calib")
 @takes(
     *_others(*_TESTING),
     to_=f"Where the network goes{LISTED}: it is checked that it can. May be repeated.",
@@ -59,7 +66,7 @@ def calib(options: Options) -> int:
         return _run(replace(options, config_file=_config_of(options)))
 
 
-@command()
+@_mode_command("test")
 @takes(
     *_others(*_CALIBRATING),
     to_=f"Also write the network for NAME{LISTED}, to DIR/export. May be repeated.",
@@ -75,7 +82,7 @@ def test(options: Options) -> int:
     return _run(replace(options, quant_mode="test"))
 
 
-@command("float")
+@_mode_command("float")
 @takes(*_OF_FLOAT)
 def float_command(options: Options) -> int:
     """Measure the float network on the evaluation data.
