@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from quantizer.comparison.output_figures import WORST_SAMPLES
 from quantizer.comparison.samples import BELOW_DB
 from quantizer.config.json_types import JsonMapping
-from quantizer.declarations import DROP, RATIO
+from quantizer.declarations import DROP, RATIO, RISE
 from quantizer.evaluation.scores import MAX_RELATIVE_CHANGE
 from quantizer.plugins import commands, plugins
 
@@ -269,7 +269,7 @@ def _is_gated(tested: JsonMapping, name: str) -> bool:
     >>> _is_gated({"gates": {"perplexity_ratio<=1.2": True}}, "perplexity")
     True
     """
-    names = (name, f"{name}{DROP}", f"{name}{RATIO}")
+    names = (name, f"{name}{DROP}", f"{name}{RISE}", f"{name}{RATIO}")
     metrics = [re.split("[<>=]", gate)[0].strip() for gate in tested.get("gates", {})]
     return not set(names).isdisjoint(metrics)
 
@@ -277,9 +277,11 @@ def _is_gated(tested: JsonMapping, name: str) -> bool:
 def _gate_on_loss(tested: JsonMapping, name: str) -> str:
     """Return the gate that a metric may lose 1 %.
 
-    >>> _gate_on_loss({"pairs": {"perplexity": {"float": 44832.0}}}, "perplexity")
-    'perplexity_drop<=450'
+    >>> tested = {"pairs": {"wer": {"float": 0.5}}, "metrics": {"wer_rise": 0.1}}
+    >>> _gate_on_loss(tested, "wer")
+    'wer_rise<=0.005'
     """
     allowed = MAX_RELATIVE_CHANGE * abs(tested["pairs"][name]["float"])
     rounded = float(f"{allowed:.2g}")
-    return f"{name}{DROP}<={rounded:g}"
+    suffix = RISE if f"{name}{RISE}" in tested["metrics"] else DROP
+    return f"{name}{suffix}<={rounded:g}"

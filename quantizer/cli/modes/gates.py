@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from quantizer.cli.arguments.options import Options
 from quantizer.comparison.output_figures import ROWS_KEPT, WORST_SAMPLES, metric_names
 from quantizer.config.wording import did_you_mean
-from quantizer.declarations import DROP
+from quantizer.declarations import DROP, RISE
 from quantizer.errors import UsageError
 from quantizer.evaluation.scores import metrics_of_both, remark_on_samples
 from quantizer.export.targets import EXPORTERS
@@ -65,6 +65,20 @@ class Gate:
     comparison: str
     bound: float
     option: str = "--gate"
+
+    @property
+    def measured(self) -> str:
+        """Return the metric whose loss is bounded, or else the metric itself."""
+        return self.metric.removesuffix(DROP).removesuffix(RISE)
+
+    def of_unknown_direction(self) -> UsageError:
+        """Return the error about a loss of a metric whose direction is not known."""
+        name = self.measured
+        return UsageError(
+            f"{self.option} {self.text!r}: whether less or more of {name!r} is better is not "
+            "known",
+            help=how_to_declare(name),
+        )
 
     @property
     def is_of_outputs(self) -> bool:
@@ -154,19 +168,16 @@ def parse_gate(text: str, option: str = "--gate") -> Gate:
 def require_known(gates: Iterable[Gate], known: Collection[str]) -> None:
     """Raise `UsageError` for the first gate about a metric that is not in `known`.
 
-    The help names the closest metric. For a `_drop` of unknown direction it says how to declare
-    the direction.
+    The help names the closest metric. For a `_drop` or `_rise` of unknown direction it says how
+    to declare the direction.
     """
     for gate in gates:
         if gate.metric in known:
             continue
-        base = gate.metric.removesuffix(DROP)
-        if gate.metric.endswith(DROP) and f"{base}_float" in known:
-            raise UsageError(
-                f"{gate.option} {gate.text!r}: whether less or more of {base!r} is better is "
-                "not known",
-                help=how_to_declare(base),
-            )
+        base = gate.measured
+        is_of_loss = base != gate.metric
+        if is_of_loss and f"{base}_float" in known and f"{base}{DROP}" not in known:
+            raise gate.of_unknown_direction()
         shown = f"known here: {', '.join(sorted(known))}"
         remedy = did_you_mean(gate.metric, known, shown)
         raise UsageError(

@@ -76,6 +76,11 @@ def run_mode(options: Options) -> int:
         redirect_stdout(stdout),
     ):
         require_alike(ranks, _compared_facts(options), "the versions and options")
+        if gates and options.quant_mode == "test":
+            # Only gates need it
+            from quantizer.cli.modes.float_mode import require_directions
+
+            require_directions(gates, options)
         outcome = run_one(rank_options, ranks)
     if not ranks.is_first:
         return 0

@@ -19,7 +19,7 @@ from quantizer.cli.terminal.screen import notes_on_stderr
 from quantizer.cli.traced_model import traced_model
 from quantizer.comparison.output_figures import POOLED_FIGURE, ROWS_KEPT, WORST_SAMPLES
 from quantizer.config.json_types import JsonMapping, JsonObject
-from quantizer.declarations import DROP, RATIO
+from quantizer.declarations import DROP, RATIO, RISE
 from quantizer.errors import UsageError
 from quantizer.graph.names import path_names
 from quantizer.plan.model import Key, Plan
@@ -34,6 +34,8 @@ from quantizer.tables import POOLED_METRICS
 _SQNR = ("local_sqnr_db", "accumulated_sqnr_db")
 _SIZE = "weight_bytes"
 """The figure that no test is needed for."""
+_DERIVED = ("_float", DROP, RISE, RATIO)
+"""The ends of the names of figures that are computed from a metric."""
 _NEGLIGIBLE = 1e-3
 """Figures may differ by this share because they were measured on different machines."""
 _Pair = tuple[float | None, float | None]
@@ -221,7 +223,7 @@ def compare_sides(first: Side, second: Side) -> Difference:
     result = Difference(rows, figures, worse=[], unknown=[])
     for name, values in figures.items():
         # The metric that a figure is computed from is compared itself
-        bases = {name.removesuffix(suffix) for suffix in ("_float", DROP, RATIO)} - {name}
+        bases = {name.removesuffix(suffix) for suffix in _DERIVED} - {name}
         if not metrics.isdisjoint(bases):
             continue
         is_lower_better = directions.of_figure(name, metrics)

@@ -15,7 +15,7 @@ from quantizer.cli import session
 from quantizer.cli.arguments.options import Options
 from quantizer.cli.arguments.places import as_typed, from_start
 from quantizer.cli.modes.calib_mode import run_calib, with_remedy
-from quantizer.cli.modes.float_mode import with_float_metrics
+from quantizer.cli.modes.float_mode import require_directions, with_float_metrics
 from quantizer.cli.modes.gates import (
     Gate,
     about_networks,
@@ -96,6 +96,7 @@ def _run(options: RunOptions, gates: Sequence[Gate]) -> FinishedRun:
     kept = kept_names(options.keep_float, has_config=options.config_file is not None)
     require_result_folder(from_start(options.output_dir))
     seed_everything(options.seed)
+    require_directions(gates, options)
     opened = session.open_run(options)
     if opened.batches.way:
         say_note(f"making {opened.batches.way}")

@@ -13,6 +13,7 @@ from quantizer.cli import session
 from quantizer.cli.arguments.grouped_command import command
 from quantizer.cli.arguments.options import MODEL, Options, takes
 from quantizer.cli.arguments.places import from_start
+from quantizer.cli.modes.float_mode import require_directions
 from quantizer.cli.modes.gates import (
     Gate,
     gate_lines,
@@ -110,6 +111,7 @@ def _tune(options: TuneOptions, gates: Sequence[Gate]) -> TunedRun:
     folder = from_start(options.output_dir)
     require_result_folder(folder)
     seed_everything(options.seed)
+    require_directions(gates, options)
     opened = session.open_run(options)
     if opened.batches.stands_in:
         raise session.missing_data()

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from quantizer.config.json_types import JsonMapping
 from quantizer.config.roles import is_parameter
 from quantizer.config.wording import counted
-from quantizer.declarations import DROP, HIGHER, LOWER, RATIO
+from quantizer.declarations import DROP, HIGHER, LOWER, RATIO, RISE
 from quantizer.report.next_step import (
     PLACEHOLDER,
     NextStep,
@@ -111,10 +111,13 @@ def metric_cards(content: JsonMapping) -> Iterator[Card]:
     for name, pair in pairs.items():
         before, after = pair_texts(pair)
         meaning = f"{metric_meaning(name)}: float → quantized"
-        for figure, what in ((f"{name}{DROP}", "the loss"), (f"{name}{RATIO}", "the ratio")):
+        loss = f"{name}{RISE}"
+        if loss not in metrics:
+            loss = f"{name}{DROP}"
+        for figure, what in ((loss, "the loss"), (f"{name}{RATIO}", "the ratio")):
             if metrics.get(figure) is not None:
                 meaning += f"; {figure}, {what}: {number(metrics[figure])}"
-        shown |= {name, f"{name}_float", f"{name}{DROP}", f"{name}{RATIO}"}
+        shown |= {name, f"{name}_float", f"{name}{DROP}", f"{name}{RISE}", f"{name}{RATIO}"}
         direction = metric_sentence(name, pairs, directions)
         yield Card(name, f"{before} → {after}", direction, meaning)
     if len(measured_parts(content)) <= 1:
