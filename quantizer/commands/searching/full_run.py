@@ -222,6 +222,11 @@ def _tuned(
     except UsageError as error:
         say_note(f"note: no better config is looked for: {error.message}")
         return finished
+    not_met = ", ".join(failed_gates(judged, finished.tested.metrics))
+    say_note(
+        f"{not_met} does not hold: a better config is looked for, for up to "
+        f"{options.minutes:g} minutes (--minutes 0 looks for none)"
+    )
     path = Path(options.config_file or "")
     if has_file:
         path = from_start(options.output_dir) / TUNED_CONFIG
