@@ -174,7 +174,8 @@ class Comparison:
             html += html_table(tables.metric_table(self._scores.pairs))
         if len(self.outputs) > 1:
             html += html_table(tables.output_table(self.outputs, TableView()))
-        return html + html_table(tables.damage_table(self.layers, TableView()))
+        html += html_table(tables.damage_table(self.layers, TableView()))
+        return html + element("p", tables.usual_text(tables.usual_specs(self.layers)))
 
 
 class Report:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from quantizer.comparison.output_figures import WORST_SAMPLES
 from quantizer.comparison.samples import BELOW_DB
 from quantizer.config.json_types import JsonMapping
+from quantizer.config.roles import is_parameter
 from quantizer.declarations import DROP, RATIO, RISE
 from quantizer.evaluation.scores import MAX_RELATIVE_CHANGE
 from quantizer.plugins import commands, plugins
@@ -107,6 +108,35 @@ def next_step(
         f"check in {config}; `quantizer {calib}` and `{test}` with a --gate repeat this in CI."
     )
     return NextStep(text, tuple(_repeating(tested)))
+
+
+def try_next(content: JsonMapping) -> NextStep:
+    """Return what to do next, as the terminal says it."""
+    commands = content["commands"]
+    options = options_of(commands)
+    config = content["config"]["name"] if content["config"] else "the config"
+    if not options:
+        if content["config"]:
+            options["config_file"] = [config]
+        options["model"] = [PLACEHOLDER]
+    config = options.get("config_file", [config])[0]
+    if not content["metrics"]:
+        command = f"quantizer --quant_mode test {option_words(options)}"
+        return NextStep("test mode measures what quantization costs.", (command,))
+    widths = [
+        row["bits"]
+        for row in content["layers"]
+        if is_parameter(row["tensor"]) and row["tensor"] != "bias"
+    ]
+    return next_step(
+        content,
+        config,
+        options,
+        has_model_file=bool(commands),
+        not_met=[gate for gate, is_met in content["gates"].items() if not is_met],
+        weight_bits=min(widths, default=None),
+        improvement=content.get("improvement", ""),
+    )
 
 
 def _modes(tested: JsonMapping, names: Collection[str]) -> Iterator[str]:

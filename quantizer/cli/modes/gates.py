@@ -10,6 +10,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from quantizer.cli.arguments.options import Options
+from quantizer.cli.terminal.output import Outcome
 from quantizer.comparison.output_figures import ROWS_KEPT, WORST_SAMPLES, metric_names
 from quantizer.config.wording import did_you_mean
 from quantizer.declarations import DROP, RISE
@@ -261,6 +262,23 @@ def require_products(gates: Iterable[Gate], graph: Graph) -> None:
     require_measured(gates, dict.fromkeys(_figures_of_files(EXPORTERS), why))
 
 
+def require_measurable(
+    gates: Iterable[Gate], graph: Graph, first: Batch, *, has_evaluate: bool
+) -> None:
+    """Raise `UsageError` for the first gate about a metric that a test does not measure.
+
+    Args:
+        gates: all of them.
+        graph: of the model.
+        first: the first batch of the evaluation data.
+        has_evaluate: whether the user's metrics take the place of those of targets.
+    """
+    require_measured(gates, never_measured_metrics(graph))
+    require_products(gates, graph)
+    if not has_evaluate:
+        require_measured(gates, not_measured_by_targets(first, graph))
+
+
 def about_networks(gates: Iterable[Gate], targets: Iterable[str]) -> list[Gate]:
     """Return the gates that are measured before the files of these targets are written."""
     of_files = _figures_of_files(targets)
@@ -277,6 +295,18 @@ def failed_gates(gates: Iterable[Gate], metrics: Mapping[str, float]) -> list[st
     return [text for text, holds in held_gates(gates, metrics).items() if not holds]
 
 
+def not_met_gates(gates: Iterable[Gate], outcome: Outcome, *, is_test: bool) -> list[str]:
+    """Return the gates that do not hold; of a test without an error, also those whose metric
+    was not measured.
+    """
+    not_met = failed_gates(gates, outcome.metrics)
+    if is_test and outcome.error is None:
+        for gate in gates:
+            if gate.metric not in outcome.metrics:
+                not_met.append(f"{gate.text} (not measured)")
+    return not_met
+
+
 def met_gate_lines(gates: Iterable[Gate], metrics: Mapping[str, float]) -> list[str]:
     """Return a line for each gate that holds, with the value of the metric."""
     lines = []
@@ -291,12 +321,12 @@ def met_gate_lines(gates: Iterable[Gate], metrics: Mapping[str, float]) -> list[
 
 
 def gate_lines(gates: Sequence[Gate], metrics: Mapping[str, float]) -> list[str]:
-    """Return a line for each gate about `metrics`, those that hold first."""
-    lines = met_gate_lines(gates, metrics)
+    """Return a line for each gate about `metrics`, those that do not hold first."""
+    lines: list[str] = []
     for gate in gates:
         if gate.metric in metrics and not gate.holds(metrics):
             lines.append(f"gate {gate.text}: not met ({gate.figure(metrics)})")
-    return lines
+    return lines + met_gate_lines(gates, metrics)
 
 
 def never_measured_metrics(graph: Graph) -> Reasons:

@@ -222,11 +222,12 @@ def _tuned(
     except UsageError as error:
         say_note(f"note: no better config is looked for: {error.message}")
         return finished
-    not_met = ", ".join(failed_gates(judged, finished.tested.metrics))
-    say_note(
-        f"{not_met} does not hold: a better config is looked for, for up to "
-        f"{options.minutes:g} minutes (--minutes 0 looks for none)"
-    )
+    metrics = finished.tested.metrics
+    if not any(gate.is_missed_by_float(metrics) for gate in judged):
+        say_note(
+            f"{', '.join(failed_gates(judged, metrics))} does not hold: a better config is "
+            f"looked for, for up to {options.minutes:g} minutes (--minutes 0 looks for none)"
+        )
     path = Path(options.config_file or "")
     if has_file:
         path = from_start(options.output_dir) / TUNED_CONFIG
@@ -304,9 +305,7 @@ def _show(finished: FinishedRun, lines: Sequence[str], *, as_json: bool) -> None
         return
     if finished.tuning is not None:
         finished.tuning.show()
-    console = output.console()
-    for line in lines:
-        output.print_line(line, console)
+    output.print_verdict(lines)
 
 
 def config_of_run(

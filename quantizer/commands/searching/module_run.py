@@ -443,5 +443,6 @@ class FinishedRun:
             data_options=data_options(of_data),
             gates=gate_lines(gates, tested.metrics),
             not_met=failed_gates(gates, tested.metrics),
+            is_failed=tested.error is not None,
             improvement=self.opened.improvement,
         )

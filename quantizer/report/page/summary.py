@@ -1,25 +1,20 @@
-"""Compute the first things on the page from report.json: the verdict, the next step, the
-metrics, and the exported files. Lists the metrics with unit, direction and meaning, also for
-docs/metrics.md.
+"""Compute the first things on the page from report.json: whether it passed,
+the verdict, the metrics, and the exported files. Lists the metrics with unit, direction and
+meaning, also for docs/metrics.md.
 """
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from quantizer.config.json_types import JsonMapping
-from quantizer.config.roles import is_parameter
 from quantizer.config.wording import counted
 from quantizer.declarations import DROP, HIGHER, LOWER, RATIO, RISE
-from quantizer.report.next_step import (
-    PLACEHOLDER,
-    NextStep,
-    measured_parts,
-    next_step,
-    option_words,
-    options_of,
-)
+from quantizer.report.next_step import measured_parts
 from quantizer.report.page.axes import number
 from quantizer.report.rows import (
+    FAIL,
+    NOT_JUDGED,
+    PASS,
     layer_name,
     measured_lines,
     most_damaged,
@@ -34,13 +29,38 @@ _COSINE = "cosine"
 """It is so near to 1 that three digits show nothing."""
 
 
+@dataclass(frozen=True)
+class Judgement:
+    """What gates say of a test.
+
+    Attributes:
+        word: the first one of the page.
+        texts: a text for each gate, those that do not hold first; or why nothing is judged.
+    """
+
+    word: str
+    texts: list[str]
+
+
+def judgement(content: JsonMapping) -> Judgement:
+    """Return what the page begins with."""
+    texts: list[str] = []
+    for gate, is_met in sorted(content["gates"].items(), key=lambda item: item[1]):
+        texts.append(f"gate {gate}: {'met' if is_met else 'not met'}")
+    fault = content.get("fault", "")
+    if fault or not all(content["gates"].values()):
+        return Judgement(FAIL, [fault, *texts] if fault else texts)
+    if texts:
+        return Judgement(PASS, texts)
+    if not content["metrics"]:
+        return Judgement("NOT TESTED", ["test mode measures what quantization costs"])
+    return Judgement(NOT_JUDGED, ["no gate says what has to hold"])
+
+
 def verdict(content: JsonMapping) -> list[str]:
-    """Return the sentences that the page begins with."""
+    """Return the sentences on what was measured."""
     rows = content["layers"]
     sentences = list(measured_lines(content))
-    for gate, is_met in content["gates"].items():
-        outcome = "met" if is_met else "not met"
-        sentences.append(f"Gate {gate}: {outcome}.")
     layers = {row["layer"] for row in rows}
     text = f"{counted(len(rows), 'tensor')} of {counted(len(layers), 'layer')} quantized"
     worst = most_damaged(rows)
@@ -54,35 +74,6 @@ def verdict(content: JsonMapping) -> list[str]:
 
         sentences.append(f"{pass_loss_line(content['passes'])}.")
     return sentences
-
-
-def try_next(content: JsonMapping) -> NextStep:
-    """Return what to do next, as the terminal says it."""
-    commands = content["commands"]
-    options = options_of(commands)
-    config = content["config"]["name"] if content["config"] else "the config"
-    if not options:
-        if content["config"]:
-            options["config_file"] = [config]
-        options["model"] = [PLACEHOLDER]
-    config = options.get("config_file", [config])[0]
-    if not content["metrics"]:
-        command = f"quantizer --quant_mode test {option_words(options)}"
-        return NextStep("test mode measures what quantization costs.", (command,))
-    widths = [
-        row["bits"]
-        for row in content["layers"]
-        if is_parameter(row["tensor"]) and row["tensor"] != "bias"
-    ]
-    return next_step(
-        content,
-        config,
-        options,
-        has_model_file=bool(commands),
-        not_met=[gate for gate, is_met in content["gates"].items() if not is_met],
-        weight_bits=min(widths, default=None),
-        improvement=content.get("improvement", ""),
-    )
 
 
 @dataclass(frozen=True)
