@@ -41,6 +41,7 @@ DATA_OPTIONS = (
 """The options about a model and its data that all commands of the next step take."""
 TEST_OPTIONS = ("eval_data", "evaluate", "skip_len")
 """Those of them that only test runs take."""
+_MAKE_CONFIG = "quantizer init --device DPU -o quantize_config.json"
 _GATE_MARGIN_DB = 3.0
 """By how much the SQNR may fall before a gate that the page proposes fails."""
 OptionValues = Mapping[str, Sequence[str]]
@@ -83,6 +84,12 @@ def next_step(
     """
     if improvement:
         return NextStep(improvement)
+    if has_model_file and "config_file" not in options and "init" in commands():
+        text = (
+            f"`{_MAKE_CONFIG}` writes a config for the DPU, which was the default here. "
+            "`quantizer analyze` and CI need it as --config_file."
+        )
+        return NextStep(text, (_MAKE_CONFIG,))
     missed = not_met[0] if not_met else _lost_metric(tested)
     if missed is not None and "analyze" in commands():
         command = f"quantizer analyze --metric {shlex.quote(missed)} {option_words(options)}"

@@ -119,8 +119,10 @@ def measured_lines(tested: JsonMapping) -> Iterator[str]:
     Args:
         tested: the content of report.json.
     """
-    yield from _metrics(tested)
-    yield from _outputs(tested)
+    lines = [*_metrics(tested), *_outputs(tested)]
+    if lines and tested.get("judged_on"):
+        lines[0] = f"{lines[0][:-1]}; measured {tested['judged_on']['text']}."
+    yield from lines
     if tested.get("stamp"):
         yield f"These figures are of {tested['stamp']}."
     if tested.get("calibration_stamp"):
@@ -220,8 +222,6 @@ def _outputs(tested: JsonMapping) -> Iterator[str]:
             texts.append(f"{row['equal']:.2%} of the values of {name} are equal")
         elif row["kind"] == "constant" and row["name"] == row["output"]:
             texts.append(f"{named_output(row['name'])} is constant in float")
-    if tested.get("judged_on"):
-        texts.append(f"measured {tested['judged_on']['text']}")
     if texts:
         yield f"{'; '.join(texts)}."
 

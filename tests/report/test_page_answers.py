@@ -164,6 +164,15 @@ def test_a_gate_that_is_not_met_asks_for_layers_in_float(content: dict[str, Any]
     )
 
 
+def test_without_a_config_the_next_command_writes_one(content: dict[str, Any]) -> None:
+    content["config"] = None
+    content["commands"] = [
+        command.replace(" --config_file a/net.json", "") for command in content["commands"]
+    ]
+    (command,) = try_next(content).commands
+    assert command == "quantizer init --device DPU -o quantize_config.json"
+
+
 def test_a_calibration_alone_asks_for_a_test(content: dict[str, Any]) -> None:
     content["metrics"] = {}
     (command,) = try_next(content).commands

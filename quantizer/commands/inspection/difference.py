@@ -6,12 +6,12 @@ import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from quantizer.cli import session
-from quantizer.cli.arguments.options import Options
+from quantizer.cli.arguments.places import write_output
 from quantizer.cli.terminal import output
 from quantizer.cli.terminal.output import view_of
 from quantizer.cli.terminal.render import say, say_note
@@ -25,11 +25,15 @@ from quantizer.graph.names import path_names
 from quantizer.plan.model import Key, Plan
 from quantizer.plan.size import weight_bytes
 from quantizer.printable import json_text
+from quantizer.report.content import shown_by_plugin
 from quantizer.report.tables import figures_by_tensor, finite_or_none, number_text
-from quantizer.report.view import Listing, TableView
+from quantizer.report.view import Listing, TableRow, TableView
 from quantizer.results.folder import REPORT_FILE, read_info
 from quantizer.sources.directions import BY_NAME, Directions
 from quantizer.tables import POOLED_METRICS
+
+if TYPE_CHECKING:
+    from quantizer.commands.inspection.diff import DiffOptions
 
 _SQNR = ("local_sqnr_db", "accumulated_sqnr_db")
 _SIZE = "weight_bytes"
@@ -141,7 +145,11 @@ def _figures(tested: JsonMapping) -> dict[str, float | None]:
     """Return the figures of a test. If there are several outputs or parts, their figures are
     included.
     """
-    figures: dict[str, float | None] = dict(tested.get("metrics", {}))
+    figures: dict[str, float | None] = {}
+    for name, value in tested.get("metrics", {}).items():
+        # Its other name ends in DROP
+        if not name.endswith(RISE):
+            figures[name] = value
     outputs = tested.get("outputs", [])
     for figure in ("sqnr_db", WORST_SAMPLES):
         if figure in figures and figures[figure] is None:
@@ -336,20 +344,33 @@ def _is_scale(value: Any) -> bool:
     return isinstance(value, (int, float)) and value != 0
 
 
-def figure_lines(different: Difference) -> Iterator[str]:
-    """Yield a line for each figure."""
+def _of_page(different: Difference, view: TableView, places: tuple[str, str]) -> JsonObject:
+    """Return what the page of a difference shows."""
+    table = difference_table(different, view)
+    return {
+        "first": places[0],
+        "second": places[1],
+        "figures": list(figure_rows(different)),
+        "worse": different.worse,
+        "titles": table.titles,
+        "rows": table.rows,
+    }
+
+
+def figure_rows(different: Difference) -> Iterator[TableRow]:
+    """Yield for each figure its name, both values and what is to be said of them."""
     for name, values in different.figures.items():
         texts = [number_text(value, ".6g", missing="none") for value in values]
         remark = ""
         if name in different.worse:
-            remark = ", worse"
+            remark = "worse"
         elif name in different.unknown:
-            remark = ", not judged: it is not known whether less or more is better"
-        yield f"{name} {' → '.join(texts)}{remark}"
+            remark = "not judged: it is not known whether less or more is better"
+        yield name, *texts, remark
 
 
 def of_folders(
-    first: str, second: str, options: Options, *, is_judged: bool = False
+    first: str, second: str, options: DiffOptions, *, is_judged: bool = False
 ) -> Difference:
     """Print and return the differences of two calibrations of one model.
 
@@ -376,10 +397,10 @@ def of_folders(
         say_note(f"note: {fault}, so no SQNR and no metric is compared")
         before = before.without_test()
         after = after.without_test()
-    return _show(before, after, options)
+    return _show(before, after, options, (first, second))
 
 
-def of_configs(first: str, second: str, options: Options) -> Difference:
+def of_configs(first: str, second: str, options: DiffOptions) -> Difference:
     """Print and return the differences of what two configs do to a model.
 
     Raises:
@@ -393,25 +414,35 @@ def of_configs(first: str, second: str, options: Options) -> Difference:
     for plan in plans:
         paths |= path_names(plan.graph)
     before, after = (side_of_plan(plan, paths) for plan in plans)
-    return _show(before, after, options)
+    return _show(before, after, options, (first, second))
 
 
-def _show(first: Side, second: Side, options: Options) -> Difference:
-    """Print how the layers of two results differ, and return the difference."""
+def _show(
+    first: Side, second: Side, options: DiffOptions, places: tuple[str, str]
+) -> Difference:
+    """Print how the layers of two results differ, and return the difference. The page of
+    `--html` is written before.
+    """
     if first.model != second.model:
         raise UsageError(
             f"the first is of {first.model}, the second of {second.model}",
             help="give results of one model",
         )
     result = compare_sides(first, second)
+    if options.html:
+        view = TableView({**second.paths, **first.paths})
+        content = _of_page(result, view, places)
+        content |= {"model": first.model, "is_tested": "sqnr_db" in first.figures}
+        write_output(options.html, shown_by_plugin("diff page")(content))
     if options.json:
         click.echo(json_text(result.to_json()))
         return result
     view = view_of(options, {**second.paths, **first.paths})
     if result.rows:
         output.console(exact=view.is_exact).print(difference_table(result, view))
-    for line in figure_lines(result):
-        say(line)
+    for name, before, after, remark in figure_rows(result):
+        line = f"{name} {before} → {after}"
+        say(f"{line}, {remark}" if remark else line)
     count = len(result.rows)
     if count > 1:
         click.echo(f"{count} tensors differ")

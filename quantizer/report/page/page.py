@@ -300,11 +300,30 @@ def page(content: JsonMapping) -> str:
         text = section.render(content=content).strip()
         if text:
             parts.append((name, title, Markup(text)))
-    html = environment.get_template("page.html").render(
-        content=content,
-        parts=parts,
-        style=Markup(page_file("drawing.css") + page_file("page.css")),
-        script=Markup(page_file("page.js")),
+    return _rendered("page.html", content, parts=parts)
+
+
+def diff_page(content: JsonMapping) -> str:
+    """Return a file that shows the difference of two results of one model.
+
+    Args:
+        content: the model, the names of both results, the texts of both tables, and the figures
+            that are worse.
+    """
+    return _rendered("diff.html", content)
+
+
+def _rendered(template: str, content: JsonMapping, **values: Any) -> str:
+    """Return a whole file, with style and script."""
+    html = (
+        _environment()
+        .get_template(template)
+        .render(
+            content=content,
+            style=Markup(page_file("drawing.css") + page_file("page.css")),
+            script=Markup(page_file("page.js")),
+            **values,
+        )
     )
     return html + "\n"
 
