@@ -17,7 +17,7 @@ from quantizer.tables import METRICS
 
 _LOWER_WORDS = """
 perplexity ppl loss nll bpc bpb error errors err mae mse rmse rmsle mape smape wer cer der eer
-false far frr fpr fnr misses epe fid lpips brier ece
+false far frr misses epe fid lpips brier ece
 """
 _HIGHER_WORDS = """
 accuracy acc topn precision recall f1 map iou miou dice auc auroc ndcg mrr bleu rouge psnr ssim

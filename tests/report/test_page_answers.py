@@ -208,7 +208,9 @@ def test_the_page_begins_with_what_the_gates_say(
 ) -> None:
     html = page(content | values).replace("&gt;", ">")
     begins = html.partition("</h1>")[2].strip()
-    assert begins.startswith(f'<p class="judged {color}"><strong>{word}</strong> {text}')
+    assert begins.startswith(
+        f'<p class="{f"judged {color}".strip()}"><strong>{word}</strong> {text}'
+    )
 
 
 @pytest.mark.parametrize(("quantized", "is_marked"), [(0.9, False), (0.8, True)])

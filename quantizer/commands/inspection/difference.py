@@ -344,19 +344,6 @@ def _is_scale(value: Any) -> bool:
     return isinstance(value, (int, float)) and value != 0
 
 
-def _of_page(different: Difference, view: TableView, places: tuple[str, str]) -> JsonObject:
-    """Return what the page of a difference shows."""
-    table = difference_table(different, view)
-    return {
-        "first": places[0],
-        "second": places[1],
-        "figures": list(figure_rows(different)),
-        "worse": different.worse,
-        "titles": table.titles,
-        "rows": table.rows,
-    }
-
-
 def figure_rows(different: Difference) -> Iterator[TableRow]:
     """Yield for each figure its name, both values and what is to be said of them."""
     for name, values in different.figures.items():
@@ -430,9 +417,17 @@ def _show(
         )
     result = compare_sides(first, second)
     if options.html:
-        view = TableView({**second.paths, **first.paths})
-        content = _of_page(result, view, places)
-        content |= {"model": first.model, "is_tested": "sqnr_db" in first.figures}
+        table = difference_table(result, TableView({**second.paths, **first.paths}))
+        content = {
+            "model": first.model,
+            "first": places[0],
+            "second": places[1],
+            "is_tested": "sqnr_db" in first.figures,
+            "figures": list(figure_rows(result)),
+            "worse": result.worse,
+            "titles": table.titles,
+            "rows": table.rows,
+        }
         write_output(options.html, shown_by_plugin("diff page")(content))
     if options.json:
         click.echo(json_text(result.to_json()))

@@ -47,23 +47,10 @@ def warned_outputs(content: JsonMapping) -> set[str]:
 
 def is_held(content: JsonMapping) -> bool:
     """Return whether all metrics of the task lose at most 1 %. Then nothing is marked as a
-    fault, whatever single tensors lose.
+    fault.
     """
     losses = [relative_loss(content, name) for name in content["pairs"]]
     return bool(losses) and max(losses) <= MAX_RELATIVE_CHANGE
-
-
-def is_fault(content: JsonMapping, warning: JsonMapping) -> bool:
-    """Return whether a warning is about a loss, and the task may have lost, too."""
-    return warning["kind"] not in NOTES and not is_held(content)
-
-
-def mark_class(content: JsonMapping, row: JsonMapping) -> str:
-    """Return how the row of a tensor is marked: as bad only if the task may have lost."""
-    mark = severity(row)
-    if mark == POOR and not is_held(content):
-        return "bad"
-    return "warn" if mark else ""
 
 
 def steepest_fall(content: JsonMapping) -> tuple[float, JsonObject] | None:

@@ -12,9 +12,6 @@ from quantizer.declarations import DROP, HIGHER, LOWER, RATIO, RISE
 from quantizer.report.next_step import measured_parts
 from quantizer.report.page.axes import number
 from quantizer.report.rows import (
-    FAIL,
-    NOT_JUDGED,
-    PASS,
     layer_name,
     measured_lines,
     most_damaged,
@@ -27,34 +24,6 @@ from quantizer.tables import METRICS, POOLED_METRICS
 
 _COSINE = "cosine"
 """It is so near to 1 that three digits show nothing."""
-
-
-@dataclass(frozen=True)
-class Judgement:
-    """What gates say of a test.
-
-    Attributes:
-        word: the first one of the page.
-        texts: a text for each gate, those that do not hold first; or why nothing is judged.
-    """
-
-    word: str
-    texts: list[str]
-
-
-def judgement(content: JsonMapping) -> Judgement:
-    """Return what the page begins with."""
-    texts: list[str] = []
-    for gate, is_met in sorted(content["gates"].items(), key=lambda item: item[1]):
-        texts.append(f"gate {gate}: {'met' if is_met else 'not met'}")
-    fault = content.get("fault", "")
-    if fault or not all(content["gates"].values()):
-        return Judgement(FAIL, [fault, *texts] if fault else texts)
-    if texts:
-        return Judgement(PASS, texts)
-    if not content["metrics"]:
-        return Judgement("NOT TESTED", ["test mode measures what quantization costs"])
-    return Judgement(NOT_JUDGED, ["no gate says what has to hold"])
 
 
 def verdict(content: JsonMapping) -> list[str]:
