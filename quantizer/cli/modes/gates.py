@@ -19,6 +19,7 @@ from quantizer.evaluation.scores import metrics_of_both, remark_on_samples
 from quantizer.export.targets import EXPORTERS
 from quantizer.graph.channels.output_parts import output_parts, sample_axis
 from quantizer.graph.ir import Graph, Node, references
+from quantizer.report.rows import judgement
 from quantizer.sources.batches import Batch
 from quantizer.sources.directions import BY_NAME, Directions, how_to_declare
 from quantizer.tables import METRICS
@@ -307,26 +308,27 @@ def not_met_gates(gates: Iterable[Gate], outcome: Outcome, *, is_test: bool) -> 
     return not_met
 
 
-def met_gate_lines(gates: Iterable[Gate], metrics: Mapping[str, float]) -> list[str]:
-    """Return a line for each gate that holds, with the value of the metric."""
-    lines = []
+def gate_lines(gates: Iterable[Gate], metrics: Mapping[str, float]) -> list[str]:
+    """Return a line for each gate about `metrics`, with the value: those that do not hold
+    first.
+    """
+    lines: dict[bool, list[str]] = {False: [], True: []}
     for gate in gates:
-        if gate.metric in metrics and gate.holds(metrics):
-            line = f"gate {gate.text}: met ({gate.figure(metrics)})"
-            remark = remark_on_samples(gate.metric, metrics)
-            if remark:
-                line += f", but {remark}"
-            lines.append(line)
-    return lines
+        if gate.metric not in metrics:
+            continue
+        is_met = gate.holds(metrics)
+        line = f"gate {gate.text}: {'met' if is_met else 'not met'} ({gate.figure(metrics)})"
+        remark = remark_on_samples(gate.metric, metrics)
+        if is_met and remark:
+            line += f", but {remark}"
+        lines[is_met].append(line)
+    return lines[False] + lines[True]
 
 
-def gate_lines(gates: Sequence[Gate], metrics: Mapping[str, float]) -> list[str]:
-    """Return a line for each gate about `metrics`, those that do not hold first."""
-    lines: list[str] = []
-    for gate in gates:
-        if gate.metric in metrics and not gate.holds(metrics):
-            lines.append(f"gate {gate.text}: not met ({gate.figure(metrics)})")
-    return lines + met_gate_lines(gates, metrics)
+def judged(gates: Sequence[Gate], outcome: Outcome, *, is_test: bool = True) -> str:
+    """Return the line that the verdict of an outcome begins with."""
+    is_failed = outcome.error or not_met_gates(gates, outcome, is_test=is_test)
+    return judgement(gate_lines(gates, outcome.metrics), is_failed=bool(is_failed))
 
 
 def never_measured_metrics(graph: Graph) -> Reasons:

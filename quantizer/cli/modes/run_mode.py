@@ -147,21 +147,19 @@ def _verdict(options: Options, gates: Sequence[Gate], outcome: Outcome) -> list[
     whether its gates hold.
     """
     is_test = options.quant_mode == "test"
-    is_failed = outcome.error is not None
-    lines: list[str] = []
+    line = judgement([], is_failed=outcome.error is not None)
     if gates:
         # As in `run_mode`
-        from quantizer.cli.modes.gates import gate_lines, not_met_gates
+        from quantizer.cli.modes.gates import judged
 
-        is_failed = is_failed or bool(not_met_gates(gates, outcome, is_test=is_test))
-        lines = gate_lines(gates, outcome.metrics)
+        line = judged(gates, outcome, is_test=is_test)
     if not is_test:
-        return [judgement(lines, is_failed=is_failed)] if gates else []
+        return [line] if gates else []
     report = outcome.report
     before, after = map(process_memory.size_text, report["weight_bytes"].values())
     left = {layer_name(report, name): why for name, why in report["float_weights"].items()}
     return [
-        judgement(lines, is_failed=is_failed),
+        line,
         f"Weights take {before} in float, {after} quantized.",
         *measured_lines(report),
         *float_lines(left),

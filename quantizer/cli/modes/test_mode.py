@@ -81,14 +81,7 @@ def run_test(
             "evaluate() is not called: the data are synthetic. Give --eval_data, or "
             "evaluation_data() in the model's file, to measure the loss of the task"
         )
-    gates: list[Gate] = []
-    if options.gate:
-        # Few tests have gates
-        from quantizer.cli.modes.gates import parse_gate, require_known_names
-
-        gates = [parse_gate(text) for text in options.gate]
-        if evaluator is None:
-            require_known_names(gates, options)
+    gates = _parsed_gates(options, has_evaluate=evaluator is not None)
     seq_len = window_length(info.header["inputs"])
     batches = session.open_test_data(options, loaded, opened, seq_len)
     if session.reads_calibration_data(options, loaded):
@@ -98,7 +91,7 @@ def run_test(
     with report_place(info, options, ranks) as (place, noted):
         original = session.recall_graph(options, loaded, batches, info)
         if gates:
-            # As above
+            # As in `_parsed_gates`
             from quantizer.cli.modes.gates import require_known_parts
 
             require_known_parts(gates, original)
@@ -115,13 +108,28 @@ def run_test(
             check_plan(info, read.config, plan)
         _require_measurable(options, info, graph)
         if gates:
-            # As above
+            # As in `_parsed_gates`
             from quantizer.cli.modes.gates import require_measurable
 
             require_measurable(gates, graph, first, has_evaluate=evaluator is not None)
         opened = opened or session.OpenedRun(options, loaded, batches)
         run = _TestRun(options, ranks, info, opened, evaluator, gates, batches, place, noted)
         return run.outcome(calibrated)
+
+
+def _parsed_gates(options: Options, *, has_evaluate: bool) -> list[Gate]:
+    """Return the gates of a test. Those about metrics that only an `evaluate` returns are
+    refused without one.
+    """
+    if not options.gate:
+        return []
+    # Few tests have gates
+    from quantizer.cli.modes.gates import parse_gate, require_known_names
+
+    gates = [parse_gate(text) for text in options.gate]
+    if not has_evaluate:
+        require_known_names(gates, options)
+    return gates
 
 
 @dataclass(frozen=True)

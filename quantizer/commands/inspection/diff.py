@@ -83,9 +83,9 @@ def diff(first: str, second: str, options: DiffOptions) -> None:
 
     is_judged = options.fail_on is not None
     if are_folders:
-        difference = of_folders(first, second, options, is_judged=is_judged)
+        difference = of_folders(first, second, options, html=options.html, is_judged=is_judged)
     else:
-        difference = of_configs(first, second, options)
+        difference = of_configs(first, second, options, html=options.html)
     if not is_judged:
         return
     if difference.unknown:

@@ -6,11 +6,12 @@ import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
 from quantizer.cli import session
+from quantizer.cli.arguments.options import Options
 from quantizer.cli.arguments.places import write_output
 from quantizer.cli.terminal import output
 from quantizer.cli.terminal.output import view_of
@@ -31,9 +32,6 @@ from quantizer.report.view import Listing, TableRow, TableView
 from quantizer.results.folder import REPORT_FILE, read_info
 from quantizer.sources.directions import BY_NAME, Directions
 from quantizer.tables import POOLED_METRICS
-
-if TYPE_CHECKING:
-    from quantizer.commands.inspection.diff import DiffOptions
 
 _SQNR = ("local_sqnr_db", "accumulated_sqnr_db")
 _SIZE = "weight_bytes"
@@ -357,13 +355,14 @@ def figure_rows(different: Difference) -> Iterator[TableRow]:
 
 
 def of_folders(
-    first: str, second: str, options: DiffOptions, *, is_judged: bool = False
+    first: str, second: str, options: Options, *, html: str | None, is_judged: bool = False
 ) -> Difference:
     """Print and return the differences of two calibrations of one model.
 
     Args:
         first, second: the result folders.
         options: how the table looks.
+        html: the page to write, if any.
         is_judged: whether a worse figure fails the command.
 
     Raises:
@@ -384,10 +383,10 @@ def of_folders(
         say_note(f"note: {fault}, so no SQNR and no metric is compared")
         before = before.without_test()
         after = after.without_test()
-    return _show(before, after, options, (first, second))
+    return _show(before, after, options, (html, first, second))
 
 
-def of_configs(first: str, second: str, options: DiffOptions) -> Difference:
+def of_configs(first: str, second: str, options: Options, *, html: str | None) -> Difference:
     """Print and return the differences of what two configs do to a model.
 
     Raises:
@@ -401,11 +400,11 @@ def of_configs(first: str, second: str, options: DiffOptions) -> Difference:
     for plan in plans:
         paths |= path_names(plan.graph)
     before, after = (side_of_plan(plan, paths) for plan in plans)
-    return _show(before, after, options, (first, second))
+    return _show(before, after, options, (html, first, second))
 
 
 def _show(
-    first: Side, second: Side, options: DiffOptions, places: tuple[str, str]
+    first: Side, second: Side, options: Options, places: tuple[str | None, str, str]
 ) -> Difference:
     """Print how the layers of two results differ, and return the difference. The page of
     `--html` is written before.
@@ -416,19 +415,20 @@ def _show(
             help="give results of one model",
         )
     result = compare_sides(first, second)
-    if options.html:
+    html, *names = places
+    if html:
         table = difference_table(result, TableView({**second.paths, **first.paths}))
         content = {
             "model": first.model,
-            "first": places[0],
-            "second": places[1],
+            "first": names[0],
+            "second": names[1],
             "is_tested": "sqnr_db" in first.figures,
             "figures": list(figure_rows(result)),
             "worse": result.worse,
             "titles": table.titles,
             "rows": table.rows,
         }
-        write_output(options.html, shown_by_plugin("diff page")(content))
+        write_output(html, shown_by_plugin("diff page")(content))
     if options.json:
         click.echo(json_text(result.to_json()))
         return result

@@ -16,8 +16,7 @@ from quantizer.cli.arguments.places import from_start
 from quantizer.cli.modes.float_mode import require_directions
 from quantizer.cli.modes.gates import (
     Gate,
-    failed_gates,
-    gate_lines,
+    judged,
     parse_gate,
     require_known_names,
     require_known_parts,
@@ -38,7 +37,6 @@ from quantizer.config.load import load_config
 from quantizer.errors import UsageError
 from quantizer.export.refusals import require_extras
 from quantizer.printable import json_text
-from quantizer.report.rows import judgement
 from quantizer.results.result_set import locked, require_result_folder
 from quantizer.results.write import check_owner
 from quantizer.storage.replacing import require_writable
@@ -81,9 +79,7 @@ def tune(options: TuneOptions) -> None:
         click.echo(json_text({"tune": run.content, "test": run.tested.content}))
     else:
         run.show()
-        lines = gate_lines(gates, run.tested.metrics)
-        is_failed = bool(run.tested.error or failed_gates(gates, run.tested.metrics))
-        output.print_verdict([judgement(lines, is_failed=is_failed)])
+        output.print_verdict([judged(gates, run.tested)])
     require_met(run.test_options, gates, run.tested, remedy=loses_most(options))
     if run.tested.error:
         raise run.tested.error
