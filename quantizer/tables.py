@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from quantizer.declarations import DROP, HIGHER, LOWER, RATIO, MetricWords
+from quantizer.declarations import DROP, HIGHER, LOWER, RATIO, RISE, MetricWords
 from quantizer.plugins import plugins
 from quantizer.rows import NumberFormat, ObserverClass, RangeMethod
 
@@ -329,6 +329,7 @@ METRICS: dict[str, MetricWords] = {
         "of the quantized network; `X_float` is that of the float network",
     ),
     f"X{DROP}": MetricWords("as X", LOWER, "the loss of quality of X"),
+    f"X{RISE}": MetricWords("as X", LOWER, "the same where less of X is better"),
     f"perplexity{RATIO}": MetricWords(
         "1 and more", LOWER, "the quantized perplexity divided by the float one"
     ),

@@ -12,7 +12,7 @@ from typing import Any
 
 from quantizer.api.display import called_from_python, html_table
 from quantizer.config.wording import counted, did_you_mean, first_names
-from quantizer.declarations import DROP, RATIO
+from quantizer.declarations import DROP, RATIO, RISE
 from quantizer.errors import GateError, UsageError
 from quantizer.evaluation.scores import Scores, remark_on_samples
 from quantizer.graph.names import path_names
@@ -41,7 +41,7 @@ class Comparison:
             part, `sqnr_db_worst` is that of its worst samples, `sqnr_db_pooled` that of all
             outputs together. For a metric X of the task,
             `X_float` is the value of the float network. If it is known whether more or less of
-            X is better, `X_drop` is the loss of quality.
+            X is better, `X_drop` is the loss of quality; where less is, also `X_rise`.
         outputs: a row of figures for each output, and for each part of an output that is joined
             from several.
         warnings: the warnings about outputs that lose much more than the others, with the
@@ -111,8 +111,9 @@ class Comparison:
         """
         if name in self._scores.gated:
             return
-        base = name.removesuffix(DROP)
-        if name.endswith(DROP) and base in self._scores.pairs:
+        base = name.removesuffix(DROP).removesuffix(RISE)
+        is_loss = base != name and base in self._scores.pairs
+        if is_loss and f"{base}{DROP}" not in self._scores.gated:
             remedy = (
                 f"give test() lower_is_better={{{base!r}}} or higher_is_better={{{base!r}}}"
             )
@@ -128,7 +129,7 @@ class Comparison:
         for base in self._scores.pairs:
             if name == f"{base}_float":
                 return self._scores.directions.lower_is_better(base) is True
-            if name in (f"{base}{DROP}", f"{base}{RATIO}"):
+            if name in (f"{base}{DROP}", f"{base}{RISE}", f"{base}{RATIO}"):
                 return True
         return self._scores.directions.of_figure(name, self._scores.pairs) is True
 
@@ -173,7 +174,8 @@ class Comparison:
             html += html_table(tables.metric_table(self._scores.pairs))
         if len(self.outputs) > 1:
             html += html_table(tables.output_table(self.outputs, TableView()))
-        return html + html_table(tables.damage_table(self.layers, TableView()))
+        html += html_table(tables.damage_table(self.layers, TableView()))
+        return html + element("p", tables.usual_text(tables.usual_specs(self.layers)))
 
 
 class Report:

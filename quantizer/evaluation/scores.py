@@ -19,7 +19,7 @@ from quantizer.comparison.output_figures import POOLED_FIGURE, WORST_SAMPLES, wo
 from quantizer.comparison.samples import BELOW_DB, LOW_DB
 from quantizer.config.json_types import JsonMapping
 from quantizer.config.wording import quoted
-from quantizer.declarations import DROP, RATIO
+from quantizer.declarations import DROP, RATIO, RISE
 from quantizer.distributed import ALONE, Ranks
 from quantizer.errors import DataError, ModelError
 from quantizer.evaluation.compare import (
@@ -153,8 +153,8 @@ def metrics_of_both(
     """Return the metrics of both networks by single names.
 
     For a metric X, `X` is that of the quantized network, `X_float` that of the float network,
-    and `X_drop` the loss of quality, positive if X gets worse. There is no `X_drop` if the
-    direction of X is unknown.
+    and `X_drop` the loss of quality, positive if X gets worse; also `X_rise` if less of X is
+    better. There is neither if the direction of X is unknown.
 
     Args:
         pairs: as `{"top1": {"float": …, "quantized": …}}`.
@@ -169,6 +169,8 @@ def metrics_of_both(
         loss = directions.loss(name, before, after)
         if loss is not None:
             metrics[f"{name}{DROP}"] = loss
+            if directions.lower_is_better(name):
+                metrics[f"{name}{RISE}"] = loss
         # Losses of perplexity multiply.
         if name == "perplexity" and before:
             metrics[f"{name}{RATIO}"] = after / before

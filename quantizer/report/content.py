@@ -60,6 +60,7 @@ _OF_TEST: JsonMapping = {
     "judged_on": None,
     "stamp": None,
     "exports": [],
+    "fault": "",
     "improvement": "",
 }
 """What comes from a test, with the values that stand for none."""

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from quantizer.comparison.output_figures import WORST_SAMPLES
 from quantizer.comparison.samples import BELOW_DB
 from quantizer.config.json_types import JsonMapping
-from quantizer.declarations import DROP, RATIO
+from quantizer.config.roles import is_parameter
+from quantizer.declarations import DROP, RATIO, RISE
 from quantizer.evaluation.scores import MAX_RELATIVE_CHANGE
 from quantizer.plugins import commands, plugins
 
@@ -40,6 +41,7 @@ DATA_OPTIONS = (
 """The options about a model and its data that all commands of the next step take."""
 TEST_OPTIONS = ("eval_data", "evaluate", "skip_len")
 """Those of them that only test runs take."""
+_MAKE_CONFIG = "quantizer init --device DPU -o quantize_config.json"
 _GATE_MARGIN_DB = 3.0
 """By how much the SQNR may fall before a gate that the page proposes fails."""
 OptionValues = Mapping[str, Sequence[str]]
@@ -82,6 +84,12 @@ def next_step(
     """
     if improvement:
         return NextStep(improvement)
+    if has_model_file and "config_file" not in options and "init" in commands():
+        text = (
+            f"`{_MAKE_CONFIG}` writes a config for the DPU, which was the default here. "
+            "`quantizer analyze` and CI need it as --config_file."
+        )
+        return NextStep(text, (_MAKE_CONFIG,))
     missed = not_met[0] if not_met else _lost_metric(tested)
     if missed is not None and "analyze" in commands():
         command = f"quantizer analyze --metric {shlex.quote(missed)} {option_words(options)}"
@@ -107,6 +115,35 @@ def next_step(
         f"check in {config}; `quantizer {calib}` and `{test}` with a --gate repeat this in CI."
     )
     return NextStep(text, tuple(_repeating(tested)))
+
+
+def try_next(content: JsonMapping) -> NextStep:
+    """Return what to do next, as the terminal says it."""
+    commands = content["commands"]
+    options = options_of(commands)
+    config = content["config"]["name"] if content["config"] else "the config"
+    if not options:
+        if content["config"]:
+            options["config_file"] = [config]
+        options["model"] = [PLACEHOLDER]
+    config = options.get("config_file", [config])[0]
+    if not content["metrics"]:
+        command = f"quantizer --quant_mode test {option_words(options)}"
+        return NextStep("test mode measures what quantization costs.", (command,))
+    widths = [
+        row["bits"]
+        for row in content["layers"]
+        if is_parameter(row["tensor"]) and row["tensor"] != "bias"
+    ]
+    return next_step(
+        content,
+        config,
+        options,
+        has_model_file=bool(commands),
+        not_met=[gate for gate, is_met in content["gates"].items() if not is_met],
+        weight_bits=min(widths, default=None),
+        improvement=content.get("improvement", ""),
+    )
 
 
 def _modes(tested: JsonMapping, names: Collection[str]) -> Iterator[str]:
@@ -269,7 +306,7 @@ def _is_gated(tested: JsonMapping, name: str) -> bool:
     >>> _is_gated({"gates": {"perplexity_ratio<=1.2": True}}, "perplexity")
     True
     """
-    names = (name, f"{name}{DROP}", f"{name}{RATIO}")
+    names = (name, f"{name}{DROP}", f"{name}{RISE}", f"{name}{RATIO}")
     metrics = [re.split("[<>=]", gate)[0].strip() for gate in tested.get("gates", {})]
     return not set(names).isdisjoint(metrics)
 
@@ -277,9 +314,11 @@ def _is_gated(tested: JsonMapping, name: str) -> bool:
 def _gate_on_loss(tested: JsonMapping, name: str) -> str:
     """Return the gate that a metric may lose 1 %.
 
-    >>> _gate_on_loss({"pairs": {"perplexity": {"float": 44832.0}}}, "perplexity")
-    'perplexity_drop<=450'
+    >>> tested = {"pairs": {"wer": {"float": 0.5}}, "metrics": {"wer_rise": 0.1}}
+    >>> _gate_on_loss(tested, "wer")
+    'wer_rise<=0.005'
     """
     allowed = MAX_RELATIVE_CHANGE * abs(tested["pairs"][name]["float"])
     rounded = float(f"{allowed:.2g}")
-    return f"{name}{DROP}<={rounded:g}"
+    suffix = RISE if f"{name}{RISE}" in tested["metrics"] else DROP
+    return f"{name}{suffix}<={rounded:g}"

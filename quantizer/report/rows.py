@@ -2,13 +2,14 @@
 the lines on what a test has measured.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from quantizer.comparison.samples import worst_words
 from quantizer.config.json_types import JsonMapping, JsonObject
-from quantizer.config.wording import counted, named_output
+from quantizer.config.wording import counted, first_names, named_output
+from quantizer.evaluation.output_warnings import NOTES
 from quantizer.report.next_step import (
     hides_samples,
     judged_db,
@@ -35,6 +36,9 @@ _BOUNDS = Bounds(25, 15)
 """The bounds of wider tensors."""
 LOW = "low"
 POOR = "poor"
+PASS = "PASS"
+FAIL = "FAIL"
+NOT_JUDGED = "NOT JUDGED"
 
 
 def bounds_of(bits: int) -> Bounds:
@@ -115,12 +119,58 @@ def measured_lines(tested: JsonMapping) -> Iterator[str]:
     Args:
         tested: the content of report.json.
     """
-    yield from _metrics(tested)
-    yield from _outputs(tested)
+    lines = [*_metrics(tested), *_outputs(tested)]
+    if lines and tested.get("judged_on"):
+        lines[0] = f"{lines[0][:-1]}; measured {tested['judged_on']['text']}."
+    yield from lines
     if tested.get("stamp"):
         yield f"These figures are of {tested['stamp']}."
     if tested.get("calibration_stamp"):
         yield f"The network was calibrated on {tested['calibration_stamp']}."
+
+
+def judgement(gates: Sequence[str], *, is_failed: bool) -> str:
+    """Return the line that a verdict begins with.
+
+    Args:
+        gates: a line for each gate.
+        is_failed: whether a gate does not hold, or there is an error.
+
+    >>> judgement([], is_failed=False)
+    'NOT JUDGED: no --gate says what has to hold.'
+    """
+    if is_failed:
+        return f"{FAIL}: {'; '.join(gates) or 'the error below says why.'}"
+    if gates:
+        return f"{PASS}: {'; '.join(gates)}"
+    return f"{NOT_JUDGED}: no --gate says what has to hold."
+
+
+def warning_lines(tested: JsonMapping) -> Iterator[str]:
+    """Yield the first warning about an output that has lost, with the number of others."""
+    silent = (*NOTES, "samples")
+    texts = [row["text"] for row in tested.get("warnings", ()) if row["kind"] not in silent]
+    if not texts:
+        return
+    text = f"Warning: {texts[0]}"
+    if len(texts) > 1:
+        text += f"; {counted(len(texts) - 1, 'more warning')} in the report"
+    yield f"{text}."
+
+
+def float_lines(reasons: Mapping[str, str]) -> Iterator[str]:
+    """Yield a line on layers with weights that stay in float, with the most frequent reason."""
+    layers_by_reason: dict[str, list[str]] = {}
+    for layer, reason in reasons.items():
+        layers_by_reason.setdefault(reason, []).append(layer)
+    if not layers_by_reason:
+        return
+    reason, layers = max(layers_by_reason.items(), key=lambda item: len(item[1]))
+    text = f"In float: {first_names(layers, _MAX_NAMES)} ({reason})"
+    others = len(reasons) - len(layers)
+    if others:
+        text += f", and {counted(others, 'layer')} for other reasons"
+    yield f"{text}."
 
 
 def _metrics(tested: JsonMapping) -> Iterator[str]:
@@ -172,8 +222,6 @@ def _outputs(tested: JsonMapping) -> Iterator[str]:
             texts.append(f"{row['equal']:.2%} of the values of {name} are equal")
         elif row["kind"] == "constant" and row["name"] == row["output"]:
             texts.append(f"{named_output(row['name'])} is constant in float")
-    if tested.get("judged_on"):
-        texts.append(f"measured {tested['judged_on']['text']}")
     if texts:
         yield f"{'; '.join(texts)}."
 

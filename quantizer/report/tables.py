@@ -3,22 +3,20 @@
 import csv
 import io
 import math
-from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from statistics import mode
 from typing import Any
 
 from quantizer.comparison.output_figures import OutputFigures
 from quantizer.config.json_types import JsonMapping, JsonObject
 from quantizer.config.model import QuantizationSpec
 from quantizer.config.roles import base_role
-from quantizer.config.wording import first_names
 from quantizer.evaluation.network_comparison import NetworkComparison
 from quantizer.evaluation.scores import Scores
-from quantizer.graph.channels.output_parts import Output
 from quantizer.graph.ir import Graph, Node
 from quantizer.plan.model import Key, Plan, TensorSpecs
-from quantizer.report.view import TOP_REMEDY, Listing, TableRow, TableView
+from quantizer.report.view import TOP_REMEDY, Listing, TableView
 from quantizer.tables import SEARCHED
 
 _BAR_WIDTH = 20
@@ -111,39 +109,6 @@ def output_rows(outputs: Iterable[OutputFigures]) -> list[JsonObject]:
                 row["rows"] = output.order.to_json()
             rows.append(row)
     return rows
-
-
-def named_outputs(outputs: Iterable[Output]) -> list[JsonObject]:
-    """Return the names of outputs and of their parts for `inspect --json`. Nothing has run
-    yet.
-    """
-    rows = []
-    for output in outputs:
-        parts = []
-        if len(output.parts) > 1:
-            for part in output.parts:
-                names = ("name", "index", "layer", "pooled")
-                parts.append({name: getattr(part, name) for name in names})
-        rows.append({"name": output.name, "parts": parts})
-    return rows
-
-
-def output_lines(outputs: Iterable[Output]) -> Iterator[str]:
-    """Yield a line for each output, with the names that can be used in gates, such as
-    `sqnr_db[0.scores]>=30`.
-    """
-    for output in outputs:
-        texts = []
-        for part in output.parts:
-            names = [part.name, part.index] if part.index else [part.name]
-            text = " or ".join(dict.fromkeys(names))
-            if part.pooled > 1:
-                text += f" ({part.pooled} sources together)"
-            texts.append(text)
-        line = f"output {output.name}"
-        if len(texts) != 1:
-            line += f", in {len(texts)} parts: {', '.join(texts)}"
-        yield line
 
 
 def output_table(rows: Sequence[JsonMapping], view: TableView) -> Listing:
@@ -250,8 +215,37 @@ def finite_or_none(value: Any) -> Any:
     return value
 
 
+def usual_specs(rows: Iterable[JsonMapping]) -> dict[str, str]:
+    """Return the most frequent spec of each kind of tensor."""
+    specs: dict[str, list[str]] = {}
+    for row in rows:
+        specs.setdefault(base_role(row["tensor"]), []).append(row["spec"])
+    return {kind: mode(found) for kind, found in specs.items()}
+
+
+def usual_text(usual: Mapping[str, str]) -> str:
+    """Return the usual specs in one line, each once.
+
+    >>> usual_text({"input": "int8 maxmin", "weights": "int4 mse", "activation": "int8 maxmin"})
+    'input, activation: int8 maxmin; weights: int4 mse'
+    """
+    kinds: dict[str, list[str]] = {}
+    for kind, spec in usual.items():
+        kinds.setdefault(spec, []).append(kind)
+    return "; ".join(f"{', '.join(found)}: {spec}" for spec, found in kinds.items())
+
+
+def format_text(row: JsonMapping, usual: Mapping[str, str]) -> str:
+    """Return the number format of a tensor, or all words of its spec if it is not the usual
+    one.
+    """
+    spec = str(row["spec"])
+    return spec.partition(" ")[0] if spec == usual[base_role(row["tensor"])] else spec
+
+
 def damage_table(rows: Sequence[JsonMapping], view: TableView) -> Listing:
-    """Return a table of quantized tensors, the most damaged first.
+    """Return a table of quantized tensors, the most damaged first. `usual_text` has what its
+    formats leave out.
 
     The length of a bar is the noise-to-signal ratio of the tensor alone, relative to the worst
     one.
@@ -262,14 +256,14 @@ def damage_table(rows: Sequence[JsonMapping], view: TableView) -> Listing:
     """
     noise_ratios = [10 ** (-row["local_sqnr_db"] / 10) for row in rows]
     worst = max(noise_ratios, default=0.0)
+    usual = usual_specs(rows)
     lines = []
     for row, noise_ratio in zip(rows, noise_ratios, strict=True):
         width = round(_BAR_WIDTH * noise_ratio / worst) if 0 < worst < math.inf else 0
         line = (
             row["layer"],
             row["tensor"],
-            row["spec"],
-            row["spec"].partition(" ")[0],
+            format_text(row, usual),
             number_text(row["local_sqnr_db"], ".2f"),
             number_text(row["accumulated_sqnr_db"], ".2f"),
             "█" * width,
@@ -278,14 +272,14 @@ def damage_table(rows: Sequence[JsonMapping], view: TableView) -> Listing:
     figures_db = [row["local_sqnr_db"] for row in rows]
     ranks = [figure if figure < LOSSLESS_DB else None for figure in figures_db]
     figures = ("local dB", "accumulated dB")
-    with_spec = ("layer", "tensor", "spec", *figures)
-    with_format = ("layer", "tensor", "format", *figures)
+    without_bars = ("layer", "tensor", "format", *figures)
+    titles = (*without_bars, "noise")
     return view.listing(
-        ("layer", "tensor", "spec", "format", *figures, "noise"),
+        titles,
         lines,
         ranks,
         numbers=figures,
-        layouts=((*with_spec, "noise"), with_spec, (*with_format, "noise"), with_format),
+        layouts=(titles, without_bars),
         what="tensor",
         idle="without loss",
         file="layers.csv",
@@ -312,45 +306,6 @@ def rule_table(plan: Plan, view: TableView) -> Listing:
     # The first column has no layers to choose from
     every = replace(view, layers=None, remedy=TOP_REMEDY)
     return every.listing(titles, rows, numbers=titles[2:], what="rule")
-
-
-def plan_table(plan: Plan, view: TableView) -> Listing:
-    """Return each tensor's spec, or why it stays float, in execution order."""
-    reasons = [(key, f"as {place} says") for key, place in plan.off.items()]
-    reasons += plan.ungrouped.items()
-    rows_in_float: dict[str, list[TableRow]] = {}
-    for (layer, role), reason in reasons:
-        row = (layer, role, f"float: {reason}")
-        rows_in_float.setdefault(layer, []).append(row)
-    rows: list[TableRow] = []
-    ranks: list[float | None] = []
-    for node in plan.graph.nodes:
-        for role, tensor in plan.of_layer(node.name).items():
-            rows.append((node.name, role, describe_spec(tensor.spec)))
-        rows += rows_in_float.get(node.name, [])
-        ranks += [0.0] * (len(rows) - len(ranks))
-        if node.name in plan.floats and node.row.kind != "structural":
-            rows.append((node.name, "activation", why_float(plan.floats[node.name])))
-            ranks.append(None)
-    titles = ("layer", "tensor", "spec")
-    return view.listing(titles, rows, ranks, what="tensor", idle="in float")
-
-
-def format_counts(plan: Plan) -> str:
-    """Return how many tensors of each role have each number format, as a sentence's part.
-
-    Example: "15 activation uint8, 10 weights int8, 10 bias int32, 1 input uint8".
-    """
-    counts: Counter[tuple[str, str]] = Counter()
-    for (_, role), tensor in plan.tensors.items():
-        number_format = describe_spec(tensor.spec).partition(" ")[0]
-        counts[base_role(role), number_format] += 1
-    return first_names([f"{count} {' '.join(words)}" for words, count in counts.most_common()])
-
-
-def refusal_table(rows: Iterable[tuple[str, str, str]], view: TableView) -> Listing:
-    """Return the tensors that a target of `--deploy` cannot hold, and why."""
-    return view.listing(("layer", "tensor", "reason"), list(rows), what="tensor")
 
 
 def layer_table(

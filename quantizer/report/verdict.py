@@ -1,18 +1,17 @@
-"""Writes the verdict of a run in at most eight lines: the files, the distance from float, the
-speed, the layers that stay float, and the next step.
+"""Writes the verdict of a run in at most eight lines: PASS or FAIL, files, distance from float,
+speed, layers that stay float, and the next step. Makes the table of a plan.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from quantizer.config.json_types import JsonMapping
 from quantizer.config.roles import base_role, is_parameter
-from quantizer.config.wording import counted, first_names
-from quantizer.evaluation.output_warnings import NOTES
+from quantizer.config.wording import first_names
 from quantizer.graph.modules import Untraced
 from quantizer.graph.names import path_names
 from quantizer.numerics.codes import bits_of
@@ -20,12 +19,12 @@ from quantizer.plan.model import Key, Plan
 from quantizer.plan.resolve import NO_RULES
 from quantizer.plan.size import weight_bytes
 from quantizer.report.next_step import PLACEHOLDER, OptionValues, next_step
-from quantizer.report.rows import measured_lines
-from quantizer.report.tables import describe_spec
+from quantizer.report.rows import float_lines, judgement, measured_lines, warning_lines
+from quantizer.report.tables import describe_spec, why_float
+from quantizer.report.view import Listing, TableRow, TableView
 from quantizer.storage.process_memory import size_text
 
 MAX_LINES = 8
-_MAX_NAMES = 3
 _NOTHING = Untraced()
 _BYTES = ("int8", "uint8")
 
@@ -62,6 +61,7 @@ class VerdictFacts:
         left_float: the reasons why layers with weights stay in float, by layer.
         gates: a line for each gate, met or not.
         not_met: the gates that do not hold.
+        is_failed: whether that is so, or there is an error.
         weight_bits: the smallest width of quantized weights; None without such weights.
         config: the path of the config.
         model_option: the value of `--model`; empty in Python.
@@ -83,6 +83,7 @@ class VerdictFacts:
     left_float: Mapping[str, str] = field(default_factory=dict)
     gates: Sequence[str] = ()
     not_met: Sequence[str] = ()
+    is_failed: bool = False
     weight_bits: int | None = None
     improvement: str = ""
     notes: Sequence[str] = ()
@@ -196,51 +197,29 @@ def _weight_bits(plan: Plan) -> int | None:
 
 
 def verdict(facts: VerdictFacts) -> list[str]:
-    """Return at most nine lines of plain words about a run."""
-    lines = [f"Nothing was written of {facts.model}."]
+    """Return at most eight lines of plain words about a run. The first says PASS or FAIL; in
+    Python it is left out without gates, as the caller judges.
+    """
+    lines: list[str] = []
+    is_failed = facts.is_failed or bool(facts.not_met) or facts.path is None
+    if facts.gates or facts.model_option or is_failed:
+        lines.append(judgement(facts.gates, is_failed=is_failed))
+    text = f"Nothing was written of {facts.model}."
     if facts.path is not None:
-        lines = [
+        text = (
             f"Wrote {facts.path}: {facts.formats}; {size_text(facts.size)}. Weights take "
             f"{size_text(facts.float_size)} in float, {size_text(facts.quantized_size)} "
             "quantized."
-        ]
+        )
+    lines.append(text)
     if facts.notes:
         lines.append(f"Note: {'; '.join(facts.notes)}.")
-    if facts.gates:
-        lines.append("; ".join(facts.gates))
-    lines += [*measured_lines(facts.tested), *_warnings(facts.tested)]
+    lines += [*measured_lines(facts.tested), *warning_lines(facts.tested)]
     if facts.runtime:
         lines.append(f"{facts.runtime}.")
     # These come last, as the last lines are left out where there are too many
-    lines += _left_float(facts.left_float)
+    lines += float_lines(facts.left_float)
     return [*lines[: MAX_LINES - 1], f"Next: {_next_step(facts)}"]
-
-
-def _warnings(tested: JsonMapping) -> Iterator[str]:
-    """Yield the first warning about an output that has lost, with the number of others."""
-    silent = (*NOTES, "samples")
-    texts = [row["text"] for row in tested.get("warnings", ()) if row["kind"] not in silent]
-    if not texts:
-        return
-    text = f"Warning: {texts[0]}"
-    if len(texts) > 1:
-        text += f"; {counted(len(texts) - 1, 'more warning')} in the report"
-    yield f"{text}."
-
-
-def _left_float(reasons: Mapping[str, str]) -> Iterator[str]:
-    """Yield a line on layers with weights that stay in float, with the most frequent reason."""
-    layers_by_reason: dict[str, list[str]] = {}
-    for layer, reason in reasons.items():
-        layers_by_reason.setdefault(reason, []).append(layer)
-    if not layers_by_reason:
-        return
-    reason, layers = max(layers_by_reason.items(), key=lambda item: len(item[1]))
-    text = f"In float: {first_names(layers, _MAX_NAMES)} ({reason})"
-    others = len(reasons) - len(layers)
-    if others:
-        text += f", and {counted(others, 'layer')} for other reasons"
-    yield f"{text}."
 
 
 def _next_step(facts: VerdictFacts) -> str:
@@ -260,3 +239,37 @@ def _next_step(facts: VerdictFacts) -> str:
         weight_bits=facts.weight_bits,
         improvement=facts.improvement,
     ).text
+
+
+def plan_table(plan: Plan, view: TableView) -> Listing:
+    """Return each tensor's spec, or why it stays float, in execution order."""
+    reasons = [(key, f"as {place} says") for key, place in plan.off.items()]
+    reasons += plan.ungrouped.items()
+    rows_in_float: dict[str, list[TableRow]] = {}
+    for (layer, role), reason in reasons:
+        row = (layer, role, f"float: {reason}")
+        rows_in_float.setdefault(layer, []).append(row)
+    rows: list[TableRow] = []
+    ranks: list[float | None] = []
+    for node in plan.graph.nodes:
+        for role, tensor in plan.of_layer(node.name).items():
+            rows.append((node.name, role, describe_spec(tensor.spec)))
+        rows += rows_in_float.get(node.name, [])
+        ranks += [0.0] * (len(rows) - len(ranks))
+        if node.name in plan.floats and node.row.kind != "structural":
+            rows.append((node.name, "activation", why_float(plan.floats[node.name])))
+            ranks.append(None)
+    titles = ("layer", "tensor", "spec")
+    return view.listing(titles, rows, ranks, what="tensor", idle="in float")
+
+
+def format_counts(plan: Plan) -> str:
+    """Return how many tensors of each role have each number format, as a sentence's part.
+
+    Example: "15 activation uint8, 10 weights int8, 10 bias int32, 1 input uint8".
+    """
+    counts: Counter[tuple[str, str]] = Counter()
+    for (_, role), tensor in plan.tensors.items():
+        number_format = describe_spec(tensor.spec).partition(" ")[0]
+        counts[base_role(role), number_format] += 1
+    return first_names([f"{count} {' '.join(words)}" for words, count in counts.most_common()])

@@ -200,18 +200,16 @@ class FilledArguments:
         return fields
 
     def __str__(self) -> str:
-        """Return a sentence for the log, or "" if the data has one input and nothing else."""
+        """Return a sentence for the log, or "" if there is one input and at most a target."""
         unfilled = [name for name in (self.passed_over, *self.left_out) if name]
         is_plain = len(self.arguments) == 1 and not unfilled
         text = f"batches fill {', '.join(self.arguments)} of forward()"
         if unfilled:
             text += f", not {', '.join(unfilled)}"
-        if not self.target:
-            return "" if is_plain else text
-        text += ", and have a target"
-        if is_plain:
-            text = "(input, target) pairs"
-        text += "; calibration ignores the targets"
+        if is_plain and not self.doubtful:
+            return ""
+        if self.target:
+            text += ", and have a target"
         if self.doubtful:
             text += "; if the target is an input, give dicts: their keys name the arguments"
         return text

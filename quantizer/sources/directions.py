@@ -15,7 +15,10 @@ from quantizer.errors import ModelError, QuantizerError, UsageError
 from quantizer.sources.user_code import UserModule
 from quantizer.tables import METRICS
 
-_LOWER_WORDS = "perplexity ppl loss nll mae mse rmse mape wer cer eer fid"
+_LOWER_WORDS = """
+perplexity ppl loss nll bpc bpb error errors err mae mse rmse rmsle mape smape wer cer der eer
+false far frr misses epe fid lpips brier ece
+"""
 _HIGHER_WORDS = """
 accuracy acc topn precision recall f1 map iou miou dice auc auroc ndcg mrr bleu rouge psnr ssim
 """

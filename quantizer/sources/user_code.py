@@ -288,7 +288,7 @@ def _import_file(path: Path, error: type[QuantizerError]) -> UserModule:
     imported = _IMPORTED.get()
     if imported is not None and place in imported:
         return UserModule(imported[place], folder, str(path), error)
-    _logger.info("importing %s", path)
+    _logger.debug("importing %s", path)
     name = _fresh_name(path)
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:

@@ -196,21 +196,19 @@ class RepeatedPasses:
         self.is_complete = True
 
     def judged_on(self, samples: int, skipped: int) -> dict[str, Any]:
-        """Return which samples have judged, as report.json has it; empty if nothing is known
-        of them.
+        """Return which samples have judged, as report.json has it.
 
         Args:
             samples: of a pass.
             skipped: how many samples were left out before them.
         """
-        if self.calibrated is None:
-            return {}
-        calibrated = self.calibrated["samples"]
+        calibrated = 0 if self.calibrated is None else self.calibrated["samples"]
         common = 0
         if self.has_calibrated:
             common = calibrated
         elif self.has_same_source:
             common = min(max(calibrated - skipped, 0), samples)
+        text = f"on {counted(samples, 'sample')}"
         if common:
             text = "on the calibration data"
             if common < samples:
@@ -218,6 +216,4 @@ class RepeatedPasses:
         elif 0 < calibrated <= skipped:
             last = skipped + samples
             text = f"on samples {skipped + 1} to {last}, which did not calibrate"
-        else:
-            return {}
         return {"samples": samples, "skipped": skipped, "text": text}

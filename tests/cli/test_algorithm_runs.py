@@ -366,7 +366,7 @@ def test_what_was_done_is_reported(model: str, tmp_path: Path, capsys: Capture) 
     assert "the rescaled float network's outputs differ by" in said
 
 
-def test_progress_has_an_estimate(
+def test_progress_is_told(
     model: str, tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("quantizer.cli.terminal.follow._SECONDS_BETWEEN_LINES", 0.0)
@@ -381,8 +381,8 @@ def test_progress_has_an_estimate(
     ]
     assert run_command([*words, config(tmp_path, "gptq")]) == 0
     said = capsys.readouterr().err
-    assert re.search(r"^gptq 4/7 groups 57 % eta \d+ s$", said, re.MULTILINE)
-    assert "gptq 7/7 groups 100 % eta 0 s" in said
+    assert re.search(r"^gptq 4/7 groups 57 %", said, re.MULTILINE)
+    assert "gptq 7/7 groups 100 %" in said
 
 
 def test_two_roundings_are_refused(model: str, tmp_path: Path, capsys: Capture) -> None:

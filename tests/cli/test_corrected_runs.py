@@ -93,7 +93,7 @@ def test_progress_and_result_are_told_unless_quiet(
     ]
     assert run_command(command) == 0
     said = capsys.readouterr().err
-    assert "bias correction 3/6 layers 50 % eta " in said
+    assert "bias correction 3/6 layers 50 %" in said
     assert "biases of 3 layers corrected, by at most " in said
     assert run_command([*command, "-q"]) == 0
     assert "bias" not in capsys.readouterr().err

@@ -104,6 +104,18 @@ def test_results_tell_scales_and_damage_and_a_worse_one_fails(
     said = capsys.readouterr()
     assert "bit_width 8 → 4" in said.out and "error: worse: cosine, sqnr_db" in said.err
     assert run_command(["diff", four, eight, "--fail-on", "worse"]) == 1, "it is larger"
+    for second, word in ((four, "WORSE"), (eight, "NOT WORSE")):
+        page = tmp_path / f"{word}.html"
+        assert run_command(["diff", eight, second, "--html", str(page)]) == 0
+        html = page.read_text()
+        assert f"<strong>{word}</strong> in {second}" in html
+        assert ('<tr class="bad"><td class="name">sqnr_db</td>' in html) is (second == four)
+        assert ("bit_width 8 → 4" in html) is (second == four)
+    capsys.readouterr()
+    assert run_command(["diff", eight, four, "--html", str(page)]) == 2
+    assert "exists already" in capsys.readouterr().err
+    assert run_command(["diff", eight, four, "--html", str(page), "--overwrite"]) == 0
+    assert "<strong>WORSE</strong>" in page.read_text()
     assert run_command(["diff", eight, eight, "--fail-on", "worse"]) == 0
     untested = calibrated(net, str(tmp_path / "b.json"), tmp_path / "untested", tested=False)
     capsys.readouterr()

@@ -14,6 +14,7 @@ from support.runs import calibrate, check
 from quantizer.cli.arguments.options import Options
 from quantizer.cli.main import run_command
 from quantizer.cli.modes.gates import MEASURED, names_in_test, parse_gate
+from quantizer.report.next_step import try_next
 
 LABELLED = "return [(torch.eye(4, 3), torch.zeros(4, dtype=torch.long))] * 2"
 EVALUATE = """
@@ -144,3 +145,28 @@ def test_a_quantized_network_that_gives_infinity_fails_without_a_gate(
         "error: batch 0: only the quantized network gives NaN or infinity"
         in capsys.readouterr().err
     )
+    report = json.loads((tmp_path / "out" / "report.json").read_text())
+    assert report["fault"].startswith("batch 0: only the quantized network gives NaN")
+    page = (tmp_path / "out" / "report.html").read_text()
+    assert "<strong>FAIL</strong> batch 0: only the quantized network" in page
+
+
+def test_a_test_ends_as_a_run_does(
+    model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "out"
+    capsys.readouterr()
+    for gate, code in (("", 0), ("sqnr_db>=10", 0), ("sqnr_db>=500", 1)):
+        gates = ["--gate", gate] if gate else []
+        where = ["--quant_mode", "test", "--model", model, "-o", str(folder), "-q"]
+        assert run_command([*where, *gates, "--color", "always"]) == code
+        report = json.loads((folder / "report.json").read_text())
+        shown = capsys.readouterr().out.splitlines()
+        assert shown[-1] == f"Next: {try_next(report).text}"
+        assert run_command([*where, *gates, "--json"]) == code
+        verdict = json.loads(capsys.readouterr().out)["verdict"]
+        assert verdict[1:] == shown[-len(verdict) + 1 :]
+        colors = {"": "1", "sqnr_db>=10": "1;32", "sqnr_db>=500": "1;31"}
+        assert f"\x1b[{colors[gate]}m{verdict[0]}\x1b[0m" in shown
+        words = {"": "NOT JUDGED", "sqnr_db>=10": "PASS", "sqnr_db>=500": "FAIL"}
+        assert verdict[0].startswith(f"{words[gate]}: ")

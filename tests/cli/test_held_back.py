@@ -110,11 +110,11 @@ def test_few_samples_and_batches_of_a_fixed_size_calibrate_and_judge(
     assert ON_CALIBRATION in capsys.readouterr().out
 
 
-def test_without_calibration_nothing_is_held_back(write: Write, capsys: Capture) -> None:
+def test_without_calibration_all_samples_judge(write: Write, capsys: Capture) -> None:
     model = write(with_sizes(8, 8, 8, 8))
     assert run_command(["run", model, "-q", "--to", "w8"]) == 0
-    assert "measured" not in capsys.readouterr().out
-    assert judged_on() is None
+    assert "; measured on 32 samples.\n" in capsys.readouterr().out
+    assert judged_on() == {"samples": 32, "skipped": 0, "text": "on 32 samples"}
 
 
 def test_test_mode_knows_the_data_of_the_calibration(write: Write, capsys: Capture) -> None:
@@ -133,7 +133,7 @@ def test_test_mode_knows_the_data_of_the_calibration(write: Write, capsys: Captu
     assert "partly on the calibration data: the first 9 of 14" in tested("", "--skip_len", "8")
     assert ON_CALIBRATION in tested("", "--subset_len", "8")
     assert "on samples 18 to 22, which did not" in tested("", "--skip_len", "17")
-    assert "measured" not in tested(with_sizes(22) + evaluation)
+    assert "; measured on 16 samples.\n" in tested(with_sizes(22) + evaluation)
     assert run_command(["run", write(with_sizes(8, 8) + evaluation), "-q", "--to", "w4"]) == 0
     assert ON_CALIBRATION in capsys.readouterr().out
 

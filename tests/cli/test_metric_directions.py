@@ -73,6 +73,7 @@ def drops(folder: Path, model: str, *more: str) -> dict[str, float]:
 def test_names_say_which_way_a_metric_is_good(folder: Path, tmp_path: Path) -> None:
     lower = ["perplexity", "loss", "mae", "mse", "rmse", "wer", "cer", "eer", "fid"]
     lower += ["val_loss", "mae_m", "loss/val", "Test.MSE", "wer@clean", "val loss", "iou_loss"]
+    lower += ["false_accepts", "false_rejects_per_hour", "error_rate", "RMSLE", "bpb", "frr"]
     higher = [
         "top1",
         "top5",
@@ -103,7 +104,8 @@ def test_names_say_which_way_a_metric_is_good(folder: Path, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize(
-    ("gate", "code"), [("mae_drop<=0.1", 1), ("mae_drop>=2", 0), ("mae<=1", 1)]
+    ("gate", "code"),
+    [("mae_drop<=0.1", 1), ("mae_rise<=0.1", 1), ("mae_rise<=2", 0), ("mae<=1", 1)],
 )
 def test_a_gate_on_a_drop_fails_where_the_error_grows(
     folder: Path, tmp_path: Path, gate: str, code: int
@@ -194,6 +196,39 @@ def test_a_gate_on_what_nobody_measures_ends_before_the_quantized_network_runs(
     assert said in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("command", ["run", "test", "tune", "analyze"])
+def test_an_unknown_direction_is_asked_for_before_the_model_opens(
+    folder: Path, tmp_path: Path, capsys: Capture, command: str
+) -> None:
+    model = evaluated(tmp_path, ["lag"], "def model():\n    raise ValueError('it opens')")
+    config = str(Path(__file__).parents[2] / "configs" / "cpu_int8.json")
+    gate = "lag_rise<=0.1"
+    options = {
+        "run": ["run", model, "--gate", gate],
+        "test": ["--quant_mode", "test", "--model", model, "-o", str(folder), "--gate", gate],
+        "tune": ["tune", "--config_file", config, "--model", model, "--gate", gate],
+        "analyze": ["analyze", "--config_file", config, "--model", model, "--metric", gate],
+    }
+    assert run_command(options[command]) == 2
+    said = capsys.readouterr().err
+    assert "whether less or more of 'lag' is better is not known" in said
+    assert 'LOWER_IS_BETTER = {"lag"}' in said
+    # What is declared, misspelt, or returned under this name is a question for later
+    for more in ('LOWER_IS_BETTER = {"lag"}', 'names = ["log"]', 'names = ["lag_rise"]'):
+        opens = f"def model():\n    raise ValueError('it opens')\n{more}"
+        names = ["lag"] if "LOWER" in more else []
+        evaluated(tmp_path, names, opens)
+        assert run_command(options[command]) == 3
+        assert "it opens" in capsys.readouterr().err
+
+
+def test_a_rise_is_no_loss_where_more_is_better(
+    folder: Path, tmp_path: Path, capsys: Capture
+) -> None:
+    assert check(folder, "--gate", "top1_rise<=1", model=evaluated(tmp_path, ["top1"])) == 2
+    assert "did you mean top1_drop?" in capsys.readouterr().err
+
+
 DATA = {
     "none": "[torch.ones(4, 3)]",
     "regression": "[(torch.ones(4, 3), torch.ones(4, 2))]",
@@ -245,8 +280,7 @@ def test_a_gate_that_holds_is_printed(
     assert run_command([*where, *gates]) == 0
     value = "1" if mode == "float" else "3"
     lines = capsys.readouterr().out.splitlines()
-    assert f"gate mae<=3.001: met ({value})" in lines
-    assert f"gate mae >= 0.5: met ({value})" in lines
+    assert f"PASS: gate mae<=3.001: met ({value}); gate mae >= 0.5: met ({value})" in lines
     assert run_command([*where, *gates, "--json"]) == 0
     json.loads(capsys.readouterr().out)
 
@@ -265,7 +299,7 @@ def test_python_has_the_same_directions() -> None:
         2.0,
         -2.0,
     ]
-    assert tested.require(mae=3.5, gap_drop=2.5, top1=2.5) is tested
+    assert tested.require(mae=3.5, gap_drop=2.5, gap_rise=2.5, top1=2.5) is tested
     with pytest.raises(GateError, match="not met: mae<=2, gap_drop<=1, top1>=4"):
         tested.require(mae=2, gap_drop=1, top1=4)
     undeclared = calibrated.test(data, evaluate)

@@ -282,8 +282,8 @@ def test_random_data_is_stamped(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert "note: calibrated on random data" in capsys.readouterr().out
     assert check(tmp_path / "out") == 0
     printed = capsys.readouterr().out
-    assert "note: calibrated on random data" in printed
-    assert "these figures are of random data" not in printed
+    assert "The network was calibrated on random data." in printed
+    assert "figures are of random data" not in printed
     report = json.loads((tmp_path / "out" / "report.json").read_text())
     assert report["calibration_stamp"] == "random data"
     assert report["stamp"] is None, "the figures are of the file's own data"

@@ -11,8 +11,7 @@ from support.llamas import llama, saved
 
 from quantizer.cli.main import run_command
 from quantizer.commands.searching.analyze import analyze
-from quantizer.report.next_step import DATA_OPTIONS
-from quantizer.report.page.summary import try_next
+from quantizer.report.next_step import DATA_OPTIONS, try_next
 from quantizer.report.verdict import MAX_LINES
 
 MODEL = """import torch
@@ -56,14 +55,14 @@ def test_one_call_leaves_a_config_results_a_report_and_a_verified_file(
     assert run_command(["run", write(MODEL), "-q", *gates]) == 0
     lines = lines_of(capsys)
     assert len(lines) <= MAX_LINES
-    assert lines[0].startswith(
+    assert lines[0].startswith("PASS: gate sqnr_db>=10: met (")
+    assert lines[1].startswith(
         "Wrote quantize_result/export/Sequential.onnx: uint8 weights, uint8 activations; "
     )
     assert any(line.startswith("top1 is ") for line in lines)
     assert any("multiplications in int8" in line for line in lines)
     # What would be faster limits nothing
     assert not any(line.startswith("Note: ") for line in lines)
-    assert any(line.startswith("gate sqnr_db>=10: met") for line in lines)
     assert lines[-1].startswith("Next: check in quantize_result/quantize_config.json")
     assert Path("quantize_result/export/Sequential.onnx").is_file()
     report = json.loads(Path("quantize_result/report.json").read_text())
@@ -87,14 +86,14 @@ def test_the_verdict_names_the_integers_that_the_file_has(
 ) -> None:
     model = write(MODEL)
     assert run_command(["run", model, "--to", "pt2", "-q", "--pt2_activations", "int8"]) == 0
-    assert ".pt2: int8 weights, int8 activations; " in lines_of(capsys)[0]
+    assert ".pt2: int8 weights, int8 activations; " in lines_of(capsys)[1]
 
 
 def test_the_verdict_has_what_limits_the_file(
     write: Callable[[str], str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run_command(["run", write(MODEL), "--to", "npu", "-q"]) == 0
-    assert lines_of(capsys)[1].startswith("Note: the file is for an NPU, which did not run it.")
+    assert lines_of(capsys)[2].startswith("Note: the file is for an NPU, which did not run it.")
     verified = json.loads(Path("quantize_result/export/verify.json").read_text())
     assert verified["Sequential.onnx"]["remarks"]
 
@@ -141,7 +140,7 @@ def test_a_gate_that_does_not_hold_is_exit_1_with_what_to_try(
     code = run_command(["run", write(MODEL), "-q", *asked])
     printed = capsys.readouterr()
     assert code == 1
-    assert "gate sqnr_db>=200: not met (" in printed.out
+    assert printed.out.startswith("FAIL: gate sqnr_db>=200: not met (")
     assert "Next: `quantizer analyze --metric 'sqnr_db>=200' --config_file" in printed.out
     assert "error: not met: sqnr_db>=200; nothing is deployed" in printed.err
     assert not Path("quantize_result/export").exists()
@@ -369,7 +368,8 @@ def test_json_has_the_verdict_and_the_figures(
 ) -> None:
     assert run_command(["run", write(MODEL), "--to", "w8", "--json"]) == 0
     content = json.loads(capsys.readouterr().out)
-    assert content["verdict"][0].startswith("Wrote ")
+    assert content["verdict"][0].startswith("NOT JUDGED: ")
+    assert content["verdict"][1].startswith("Wrote ")
     assert content["test"]["metrics"]["sqnr_db"] > 20
     assert content["calibration"]["results"] == "quantize_result"
 
@@ -380,7 +380,7 @@ def test_a_language_model_becomes_a_checkpoint_in_4_bits_by_default(
     monkeypatch.chdir(tmp_path)
     folder = saved(tmp_path / "tiny", llama())
     assert run_command(["run", str(folder), "-q"]) == 0
-    assert ": int4 weights, float activations; " in lines_of(capsys)[0]
+    assert ": int4 weights, float activations; " in lines_of(capsys)[1]
     assert Path(
         "quantize_result/export/LlamaForCausalLM-compressed-tensors/config.json"
     ).is_file()

@@ -12,7 +12,7 @@ from rich.console import Console
 
 from quantizer.commands.inspection.difference import Side, compare_sides, difference_table
 from quantizer.graph.ir import Graph, Node
-from quantizer.report.tables import damage_table, layer_table
+from quantizer.report.tables import damage_table, layer_table, usual_specs, usual_text
 from quantizer.report.view import Listing, TableView
 
 ROWS = [
@@ -63,7 +63,7 @@ def test_every_letter_survives_every_width(width: int) -> None:
 
 @pytest.mark.parametrize(
     ("width", "shown"),
-    [(200, ("spec", "noise")), (100, ("spec",)), (85, ("format", "noise")), (60, ("format",))],
+    [(200, ("format", "noise")), (85, ("format", "noise")), (60, ("format",))],
 )
 def test_a_narrower_terminal_shows_fewer_columns_and_a_line_a_row(
     width: int, shown: tuple[str, ...]
@@ -74,7 +74,15 @@ def test_a_narrower_terminal_shows_fewer_columns_and_a_line_a_row(
     assert [row.split()[:2] for row in rows] == [
         [path, "activation"] for path in PATHS.values()
     ]
-    assert ("half_even" in rows[0]) == ("spec" in shown)
+    assert "half_even" not in rows[0]
+
+
+def test_a_spec_that_is_not_the_usual_one_keeps_its_words() -> None:
+    other = {**ROWS[0], "spec": "uint8 per_tensor mse"}
+    rows = [other, *ROWS]
+    lines = printed(damage_table(rows, TableView()), 200).splitlines()
+    assert sum("uint8 per_tensor mse" in line for line in lines) == 1
+    assert usual_text(usual_specs(rows)) == f"activation: {ROWS[0]['spec']}"
 
 
 def test_the_text_of_the_last_column_wraps_before_names_do() -> None:

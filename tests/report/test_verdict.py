@@ -46,6 +46,7 @@ def row(output: str, name: str, sqnr_db: float | None) -> dict[str, Any]:
 
 def test_a_good_run() -> None:
     assert verdict(FACTS) == [
+        "NOT JUDGED: no --gate says what has to hold.",
         "Wrote out/Net.onnx: int8 weights, uint8 activations; 8 kB. Weights take 310 kB in "
         "float, 79 kB quantized.",
         "top1 is 0.9, in float 0.9.",
@@ -53,6 +54,23 @@ def test_a_good_run() -> None:
         "Next: check in out/net.json; `quantizer --quant_mode calib` and `--quant_mode test` "
         "with a --gate repeat this in CI.",
     ]
+
+
+@pytest.mark.parametrize(
+    ("facts", "first"),
+    [
+        ({"gates": ["gate a>=1: met (2)"]}, "PASS: gate a>=1: met (2)"),
+        (
+            {"gates": ["gate b>=1: not met (0)", "gate a>=1: met (2)"], "not_met": ["b>=1"]},
+            "FAIL: gate b>=1: not met (0); gate a>=1: met (2)",
+        ),
+        ({"gates": ["gate a>=1: met (2)"], "is_failed": True}, "FAIL: gate a>=1: met (2)"),
+        # In Python the caller judges
+        ({"model_option": ""}, "Wrote out/Net.onnx: int8 weights"),
+    ],
+)
+def test_the_verdict_begins_with_what_the_gates_say(facts: dict[str, Any], first: str) -> None:
+    assert verdict(replace(FACTS, **facts))[0].startswith(first)
 
 
 def test_a_path_with_a_space_stays_one_word_of_the_proposed_command() -> None:
@@ -73,9 +91,9 @@ def test_the_worst_output_comes_first_and_a_whole_gives_way_to_its_parts() -> No
     lines = verdict(replace(FACTS, tested=figures(outputs=outputs, judged_on=judged_on)))
     assert (
         "Of 4 parts of 3 outputs, 0.scores differs most from float, by 50 % (SQNR 6.0 dB); 0.boxes by "
-        "0.6 %; 97.50% of the values of output 1 are equal; output 2 is constant in float; "
-        "measured on the calibration data."
+        "0.6 %; 97.50% of the values of output 1 are equal; output 2 is constant in float."
     ) in lines
+    assert "top1 is 0.9, in float 0.9; measured on the calibration data." in lines
 
 
 def test_a_metric_that_loses_more_than_one_percent_asks_for_layers_in_float() -> None:
@@ -140,7 +158,7 @@ def test_products_inside_an_operator_are_called_by_its_path() -> None:
 
 def test_nothing_written_is_said_first() -> None:
     lines = verdict(replace(FACTS, path=None, not_met=()))
-    assert lines[0] == "Nothing was written of Net."
+    assert lines[:2] == ["FAIL: the error below says why.", "Nothing was written of Net."]
     assert lines[-1].startswith("Next: the error below says why")
 
 
@@ -167,7 +185,7 @@ def test_the_metric_with_the_largest_loss_comes_first() -> None:
     }
     metrics = {f"kept{index}_drop": 0.0 for index in range(3)}
     lines = verdict(replace(FACTS, tested=figures(pairs=pairs, metrics=metrics)))
-    assert lines[1] == (
+    assert lines[2] == (
         "nan is not finite, in float 1; ripple is 3, in float 2; kept0 is 1, in float 1; 2 more "
         "with a smaller loss are in the report."
     )

@@ -85,8 +85,8 @@ class Several(nn.Module):
 
 
 CASES: dict[str, tuple[type[nn.Module], Any, tuple[str, ...], bool, str]] = {
-    "a class for each": (One, (IMAGES, CLASSES), ("x",), True, "(input, target) pairs"),
-    "a map for each": (One, (IMAGES, MAPS), ("x",), True, "(input, target) pairs"),
+    "a class for each": (One, (IMAGES, CLASSES), ("x",), True, ""),
+    "a map for each": (One, (IMAGES, MAPS), ("x",), True, ""),
     "a class, and an optional mask": (
         Masked,
         (IMAGES, CLASSES),
@@ -99,7 +99,7 @@ CASES: dict[str, tuple[type[nn.Module], Any, tuple[str, ...], bool, str]] = {
         (TOKENS, FLAGS),
         ("x",),
         True,
-        "not mask, and have a target; calibration ignores the ",
+        "not mask, and have a target; if the target is an input",
     ),
     "a mask and a class": (
         Masked,
@@ -108,15 +108,9 @@ CASES: dict[str, tuple[type[nn.Module], Any, tuple[str, ...], bool, str]] = {
         True,
         "fill x, mask of forward(), and have",
     ),
-    "switches": (Switched, (IMAGES, MAPS), ("x",), True, "(input, target) pairs"),
+    "switches": (Switched, (IMAGES, MAPS), ("x",), True, ""),
     "one that has a default": (Usual, [IMAGES], ("x",), False, ""),
-    "one that has a default, and a class": (
-        Usual,
-        (IMAGES, CLASSES),
-        ("x",),
-        True,
-        "(input, target) pairs",
-    ),
+    "one that has a default, and a class": (Usual, (IMAGES, CLASSES), ("x",), True, ""),
     "two that are needed": (
         Two,
         (IMAGES, TOKENS),
@@ -182,13 +176,7 @@ CASES: dict[str, tuple[type[nn.Module], Any, tuple[str, ...], bool, str]] = {
         True,
         "not types",
     ),
-    "a map where labels are": (
-        Segmenter,
-        (IMAGES, MAPS),
-        ("pixel_values",),
-        True,
-        "(input, target) pairs",
-    ),
+    "a map where labels are": (Segmenter, (IMAGES, MAPS), ("pixel_values",), True, ""),
     "a dict": (
         Clip,
         {"pixel_values": IMAGES, "input_ids": TOKENS},
@@ -196,20 +184,8 @@ CASES: dict[str, tuple[type[nn.Module], Any, tuple[str, ...], bool, str]] = {
         False,
         "batches",
     ),
-    "a dict and classes": (
-        Clip,
-        ({"input_ids": TOKENS}, CLASSES),
-        ("input_ids",),
-        True,
-        "(input, target) pairs",
-    ),
-    "a dict and tags": (
-        Tagger,
-        ({"input_ids": TOKENS}, TOKENS),
-        ("input_ids",),
-        True,
-        "(input, target) pairs",
-    ),
+    "a dict and classes": (Clip, ({"input_ids": TOKENS}, CLASSES), ("input_ids",), True, ""),
+    "a dict and tags": (Tagger, ({"input_ids": TOKENS}, TOKENS), ("input_ids",), True, ""),
     "a dict with labels": (
         Masked,
         {"x": IMAGES, "mask": FLAGS, "labels": CLASSES},
@@ -224,7 +200,7 @@ CASES: dict[str, tuple[type[nn.Module], Any, tuple[str, ...], bool, str]] = {
         False,
         "batches fill x, y",
     ),
-    "any number": (Several, (IMAGES, CLASSES), ("argument 0",), True, "(input, target) pairs"),
+    "any number": (Several, (IMAGES, CLASSES), ("argument 0",), True, ""),
 }
 
 

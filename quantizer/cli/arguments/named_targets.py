@@ -9,8 +9,8 @@ from quantizer.export.refusals import require_extras
 
 
 def named_targets(options: Options, model: Any) -> Options:
-    """Return the options with what `--to` stands for: the targets that test mode writes, or
-    what other commands check.
+    """Return the options with the targets of `--to`, which test mode writes and
+    other commands check.
 
     Raises:
         UsageError: packages are missing, or two destinations need different options.

@@ -1,11 +1,14 @@
 """Run `--quant_mode float`: measure the float model alone."""
 
+import re
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 
 from quantizer.calibration.fingerprint import input_shapes
 from quantizer.cli import session
 from quantizer.cli.arguments.options import Options
+from quantizer.cli.arguments.places import unmoved
 from quantizer.cli.modes.gates import (
     MEASURED,
     Gate,
@@ -22,9 +25,11 @@ from quantizer.cli.terminal.output import Outcome, metric_lines, show_layers
 from quantizer.config.load import default_config
 from quantizer.config.model import Settings
 from quantizer.distributed import ALONE, Ranks
-from quantizer.errors import UsageError
+from quantizer.errors import DataError, ModelError, UsageError
 from quantizer.evaluation.scores import measure
 from quantizer.sources.arguments import window_length
+from quantizer.sources.directions import BY_NAME, Directions
+from quantizer.sources.user_code import import_user_module, split_spec
 from quantizer.torch_state import seed_everything
 
 
@@ -97,6 +102,33 @@ def with_float_metrics(
     require_known(of_user, names_in_test(metrics, options, evaluator.directions))
     seed_everything(options.seed)
     return opened.changed(float_metrics=metrics, evaluation=batches)
+
+
+def require_directions(gates: Sequence[Gate], options: Options) -> None:
+    """Check before the model opens that the direction is known of each metric whose loss is
+    bounded. A calibration may take long.
+
+    Raises:
+        UsageError: a file has the metric, and nothing says whether less or more is better.
+        QuantizerError: a file cannot be imported.
+    """
+    if all(gate.measured == gate.metric for gate in gates):
+        return
+    texts = ""
+    declared = BY_NAME
+    for spec, error in ((options.evaluate, DataError), (options.model, ModelError)):
+        location, _ = split_spec(str(unmoved(spec or "")))
+        if location.endswith(".py") and Path(location).is_file():
+            user = import_user_module(location, error)
+            declared = declared.with_fallback(Directions.declared_by(user))
+            texts += Path(location).read_text(encoding="utf-8", errors="replace")
+    for gate in gates:
+        name = gate.measured
+        is_known = declared.lower_is_better(name) is not None
+        if is_known or name == gate.metric or re.search(rf"\b{gate.metric}\b", texts):
+            continue
+        if re.search(rf"\b{re.escape(name)}\b", texts):
+            raise gate.of_unknown_direction()
 
 
 def config_to_look(path: str | None) -> ReadConfig:

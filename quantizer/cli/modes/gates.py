@@ -10,14 +10,16 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from quantizer.cli.arguments.options import Options
+from quantizer.cli.terminal.output import Outcome
 from quantizer.comparison.output_figures import ROWS_KEPT, WORST_SAMPLES, metric_names
 from quantizer.config.wording import did_you_mean
-from quantizer.declarations import DROP
+from quantizer.declarations import DROP, RISE
 from quantizer.errors import UsageError
 from quantizer.evaluation.scores import metrics_of_both, remark_on_samples
 from quantizer.export.targets import EXPORTERS
 from quantizer.graph.channels.output_parts import output_parts, sample_axis
 from quantizer.graph.ir import Graph, Node, references
+from quantizer.report.rows import judgement
 from quantizer.sources.batches import Batch
 from quantizer.sources.directions import BY_NAME, Directions, how_to_declare
 from quantizer.tables import METRICS
@@ -65,6 +67,20 @@ class Gate:
     comparison: str
     bound: float
     option: str = "--gate"
+
+    @property
+    def measured(self) -> str:
+        """Return the metric whose loss is bounded, or else the metric itself."""
+        return self.metric.removesuffix(DROP).removesuffix(RISE)
+
+    def of_unknown_direction(self) -> UsageError:
+        """Return the error about a loss of a metric whose direction is not known."""
+        name = self.measured
+        return UsageError(
+            f"{self.option} {self.text!r}: whether less or more of {name!r} is better is not "
+            "known",
+            help=how_to_declare(name),
+        )
 
     @property
     def is_of_outputs(self) -> bool:
@@ -154,19 +170,16 @@ def parse_gate(text: str, option: str = "--gate") -> Gate:
 def require_known(gates: Iterable[Gate], known: Collection[str]) -> None:
     """Raise `UsageError` for the first gate about a metric that is not in `known`.
 
-    The help names the closest metric. For a `_drop` of unknown direction it says how to declare
-    the direction.
+    The help names the closest metric. For a `_drop` or `_rise` of unknown direction it says how
+    to declare the direction.
     """
     for gate in gates:
         if gate.metric in known:
             continue
-        base = gate.metric.removesuffix(DROP)
-        if gate.metric.endswith(DROP) and f"{base}_float" in known:
-            raise UsageError(
-                f"{gate.option} {gate.text!r}: whether less or more of {base!r} is better is "
-                "not known",
-                help=how_to_declare(base),
-            )
+        base = gate.measured
+        is_of_loss = base != gate.metric
+        if is_of_loss and f"{base}_float" in known and f"{base}{DROP}" not in known:
+            raise gate.of_unknown_direction()
         shown = f"known here: {', '.join(sorted(known))}"
         remedy = did_you_mean(gate.metric, known, shown)
         raise UsageError(
@@ -250,6 +263,23 @@ def require_products(gates: Iterable[Gate], graph: Graph) -> None:
     require_measured(gates, dict.fromkeys(_figures_of_files(EXPORTERS), why))
 
 
+def require_measurable(
+    gates: Iterable[Gate], graph: Graph, first: Batch, *, has_evaluate: bool
+) -> None:
+    """Raise `UsageError` for the first gate about a metric that a test does not measure.
+
+    Args:
+        gates: all of them.
+        graph: of the model.
+        first: the first batch of the evaluation data.
+        has_evaluate: whether the user's metrics take the place of those of targets.
+    """
+    require_measured(gates, never_measured_metrics(graph))
+    require_products(gates, graph)
+    if not has_evaluate:
+        require_measured(gates, not_measured_by_targets(first, graph))
+
+
 def about_networks(gates: Iterable[Gate], targets: Iterable[str]) -> list[Gate]:
     """Return the gates that are measured before the files of these targets are written."""
     of_files = _figures_of_files(targets)
@@ -266,26 +296,39 @@ def failed_gates(gates: Iterable[Gate], metrics: Mapping[str, float]) -> list[st
     return [text for text, holds in held_gates(gates, metrics).items() if not holds]
 
 
-def met_gate_lines(gates: Iterable[Gate], metrics: Mapping[str, float]) -> list[str]:
-    """Return a line for each gate that holds, with the value of the metric."""
-    lines = []
-    for gate in gates:
-        if gate.metric in metrics and gate.holds(metrics):
-            line = f"gate {gate.text}: met ({gate.figure(metrics)})"
-            remark = remark_on_samples(gate.metric, metrics)
-            if remark:
-                line += f", but {remark}"
-            lines.append(line)
-    return lines
+def not_met_gates(gates: Iterable[Gate], outcome: Outcome, *, is_test: bool) -> list[str]:
+    """Return the gates that do not hold; of a test without an error, also those whose metric
+    was not measured.
+    """
+    not_met = failed_gates(gates, outcome.metrics)
+    if is_test and outcome.error is None:
+        for gate in gates:
+            if gate.metric not in outcome.metrics:
+                not_met.append(f"{gate.text} (not measured)")
+    return not_met
 
 
-def gate_lines(gates: Sequence[Gate], metrics: Mapping[str, float]) -> list[str]:
-    """Return a line for each gate about `metrics`, those that hold first."""
-    lines = met_gate_lines(gates, metrics)
+def gate_lines(gates: Iterable[Gate], metrics: Mapping[str, float]) -> list[str]:
+    """Return a line for each gate about `metrics`, with the value: those that do not hold
+    first.
+    """
+    lines: dict[bool, list[str]] = {False: [], True: []}
     for gate in gates:
-        if gate.metric in metrics and not gate.holds(metrics):
-            lines.append(f"gate {gate.text}: not met ({gate.figure(metrics)})")
-    return lines
+        if gate.metric not in metrics:
+            continue
+        is_met = gate.holds(metrics)
+        line = f"gate {gate.text}: {'met' if is_met else 'not met'} ({gate.figure(metrics)})"
+        remark = remark_on_samples(gate.metric, metrics)
+        if is_met and remark:
+            line += f", but {remark}"
+        lines[is_met].append(line)
+    return lines[False] + lines[True]
+
+
+def judged(gates: Sequence[Gate], outcome: Outcome, *, is_test: bool = True) -> str:
+    """Return the line that the verdict of an outcome begins with."""
+    is_failed = outcome.error or not_met_gates(gates, outcome, is_test=is_test)
+    return judgement(gate_lines(gates, outcome.metrics), is_failed=bool(is_failed))
 
 
 def never_measured_metrics(graph: Graph) -> Reasons:

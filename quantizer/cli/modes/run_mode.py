@@ -1,30 +1,30 @@
 """Runs `--quant_mode float|calib|test`, and returns the exit code."""
 
+from __future__ import annotations
+
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext, redirect_stdout
-from typing import Any
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 import quantizer
 from quantizer.cli.arguments.options import RAISING, Options
-from quantizer.cli.modes.gates import (
-    Gate,
-    failed_gates,
-    gate_lines,
-    met_gate_lines,
-    parse_gate,
-    require_known,
-)
 from quantizer.cli.terminal import output, process
 from quantizer.cli.terminal.output import Outcome
 from quantizer.cli.terminal.screen import notes_on_stderr
 from quantizer.distributed import ALONE, Ranks, require_alike
 from quantizer.errors import GateError, UsageError
 from quantizer.export.targets import require_choices
+from quantizer.report.next_step import try_next
+from quantizer.report.rows import float_lines, judgement, layer_name, measured_lines
 from quantizer.storage import process_memory
 from quantizer.torch_state import seed_everything
+
+if TYPE_CHECKING:
+    from quantizer.cli.modes.gates import Gate
 
 _COMPARED_OPTIONS = (
     "quant_mode",
@@ -58,7 +58,12 @@ _ONLY_IN_TEST = {
 
 def run_mode(options: Options) -> int:
     """Run one mode and return exit code 0; errors are raised."""
-    gates = [parse_gate(text) for text in options.gate]
+    gates: list[Gate] = []
+    if options.gate:
+        # Few runs have gates
+        from quantizer.cli.modes.gates import parse_gate
+
+        gates = [parse_gate(text) for text in options.gate]
     _require_mode(options)
     if options.deploy or options.for_:
         # Only runs for a target need it
@@ -77,21 +82,32 @@ def run_mode(options: Options) -> int:
         redirect_stdout(stdout),
     ):
         require_alike(ranks, _compared_facts(options), "the versions and options")
+        if gates and options.quant_mode == "test":
+            # Only gates need it
+            from quantizer.cli.modes.float_mode import require_directions
+
+            require_directions(gates, options)
         outcome = run_one(rank_options, ranks)
     if not ranks.is_first:
         return 0
+    lines = _verdict(options, gates, outcome)
+    if lines:
+        outcome = replace(outcome, content={**outcome.content, "verdict": lines})
     output.show(outcome, options)
     is_silent = options.json or options.quiet or options.quant_mode == "float"
     peak = process_memory.peak_bytes()
     if peak and not is_silent:
         print(f"peak memory {process_memory.size_text(peak)}")
     if not options.json:
-        for line in met_gate_lines(gates, outcome.metrics):
-            print(line)
+        output.print_verdict(lines)
     require_met(options, gates, outcome)
     if outcome.error:
         raise outcome.error
-    require_known(gates, outcome.metrics)
+    if gates:
+        # As above
+        from quantizer.cli.modes.gates import require_known
+
+        require_known(gates, outcome.metrics)
     return 0
 
 
@@ -135,9 +151,34 @@ def _require_mode(options: Options) -> None:
             )
 
 
+def _verdict(options: Options, gates: Sequence[Gate], outcome: Outcome) -> list[str]:
+    """Return the lines that a test ends with, as `quantizer run` does; of float mode, only
+    whether its gates hold.
+    """
+    is_test = options.quant_mode == "test"
+    line = judgement([], is_failed=outcome.error is not None)
+    if gates:
+        # As in `run_mode`
+        from quantizer.cli.modes.gates import judged
+
+        line = judged(gates, outcome, is_test=is_test)
+    if not is_test:
+        return [line] if gates else []
+    report = outcome.report
+    before, after = map(process_memory.size_text, report["weight_bytes"].values())
+    left = {layer_name(report, name): why for name, why in report["float_weights"].items()}
+    return [
+        line,
+        f"Weights take {before} in float, {after} quantized.",
+        *measured_lines(report),
+        *float_lines(left),
+        f"Next: {try_next(report).text}",
+    ]
+
+
 def require_met(
     options: Options,
-    gates: list[Gate],
+    gates: Sequence[Gate],
     outcome: Outcome,
     *,
     remedy: str = "the table above shows which layers lose most",
@@ -151,12 +192,14 @@ def require_met(
         outcome: of the run.
         remedy: what to do.
     """
+    if not gates:
+        output.append_summary(outcome.report, ())
+        return
+    # As in `run_mode`
+    from quantizer.cli.modes.gates import gate_lines, not_met_gates
+
     output.append_summary(outcome.report, gate_lines(gates, outcome.metrics))
-    not_met = failed_gates(gates, outcome.metrics)
-    if options.quant_mode == "test" and outcome.error is None:
-        for gate in gates:
-            if gate.metric not in outcome.metrics:
-                not_met.append(f"{gate.text} (not measured)")
+    not_met = not_met_gates(gates, outcome, is_test=options.quant_mode == "test")
     if not not_met:
         return
     output.annotate(options, not_met, outcome.report)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,18 +15,6 @@ from quantizer.calibration.events import ForkedEvents, RankChecks
 from quantizer.cli import session
 from quantizer.cli.arguments.options import RAISING, Options
 from quantizer.cli.arguments.places import from_start
-from quantizer.cli.modes.gates import (
-    Gate,
-    failed_gates,
-    held_gates,
-    never_measured_metrics,
-    not_measured_by_targets,
-    parse_gate,
-    require_known_names,
-    require_known_parts,
-    require_measured,
-    require_products,
-)
 from quantizer.cli.run_folder import names_same_source, remember, report_place, words_of
 from quantizer.cli.terminal.follow import progress
 from quantizer.cli.terminal.output import (
@@ -55,6 +43,7 @@ from quantizer.storage.files import write_text
 from quantizer.tables import POOLED_METRICS
 
 if TYPE_CHECKING:
+    from quantizer.cli.modes.gates import Gate
     from quantizer.export.layer_choice import LayerChoice
 
 _logger = logging.getLogger(__name__)
@@ -88,14 +77,12 @@ def run_test(
     loaded = session.open_model(options) if opened is None else opened.loaded
     options = session.with_targets(options, loaded.module)
     evaluator = session.evaluator_of(options, loaded)
-    gates = [parse_gate(text) for text in options.gate]
-    if evaluator is None:
-        require_known_names(gates, options)
-        if loaded.evaluate is not None:
-            _logger.warning(
-                "evaluate() is not called: the data are synthetic. Give --eval_data, or "
-                "evaluation_data() in the model's file, to measure the loss of the task"
-            )
+    if evaluator is None and loaded.evaluate is not None:
+        _logger.warning(
+            "evaluate() is not called: the data are synthetic. Give --eval_data, or "
+            "evaluation_data() in the model's file, to measure the loss of the task"
+        )
+    gates = _parsed_gates(options, has_evaluate=evaluator is not None)
     seq_len = window_length(info.header["inputs"])
     batches = session.open_test_data(options, loaded, opened, seq_len)
     if reads_calibration_data(options, loaded):
@@ -104,7 +91,11 @@ def run_test(
         passes.has_same_source = names_same_source(options, command)
     with report_place(info, options, ranks) as (place, noted):
         original = session.recall_graph(options, loaded, batches, info)
-        require_known_parts(gates, original)
+        if gates:
+            # As in `_parsed_gates`
+            from quantizer.cli.modes.gates import require_known_parts
+
+            require_known_parts(gates, original)
         noted["data"] = batches.filled and batches.filled.to_json()
         noted["stamp"] = batches.stamp
         if not ranks.is_alone:
@@ -116,9 +107,12 @@ def run_test(
         if read is not None:
             plan = session.resolved_plan(read, original, quiet=True, graph=graph)
             check_plan(info, read.config, plan)
-        _require_measurable(options, gates, info, graph)
-        if evaluator is None:
-            require_measured(gates, not_measured_by_targets(first, graph))
+        _require_measurable(options, info, graph)
+        if gates:
+            # As in `_parsed_gates`
+            from quantizer.cli.modes.gates import require_measurable
+
+            require_measurable(gates, graph, first, has_evaluate=evaluator is not None)
         opened = opened or session.OpenedRun(options, loaded, batches)
         run = _TestRun(options, ranks, info, opened, evaluator, gates, batches, place, noted)
         return run.outcome(calibrated)
@@ -130,6 +124,21 @@ def reads_calibration_data(options: Options, loaded: LoadedModel) -> bool:
     if option is None and options.data is None:
         return loaded.evaluation_data is loaded.calibration_data
     return option == options.data
+
+
+def _parsed_gates(options: Options, *, has_evaluate: bool) -> list[Gate]:
+    """Return the gates of a test. Those about metrics that only an `evaluate` returns are
+    refused without one.
+    """
+    if not options.gate:
+        return []
+    # Few tests have gates
+    from quantizer.cli.modes.gates import parse_gate, require_known_names
+
+    gates = [parse_gate(text) for text in options.gate]
+    if not has_evaluate:
+        require_known_names(gates, options)
+    return gates
 
 
 @dataclass(frozen=True)
@@ -173,7 +182,7 @@ class _TestRun:
             outcome = run_exact(
                 options, outcome, graph, self.info, batches=self.batches, place=self.place
             )
-        if not options.deploy or failed_gates(self.gates, outcome.metrics):
+        if not options.deploy or not all(self._held_gates(outcome.metrics).values()):
             return self._with_late_figures(outcome)
         # As in `run_test`
         from quantizer.cli.modes.exact_and_deploy import deploy
@@ -217,10 +226,21 @@ class _TestRun:
             folder=(self.place or from_start(options.output_dir)) / FOLDER,
         )
 
+    def _held_gates(self, metrics: Mapping[str, float]) -> dict[str, bool]:
+        """Return whether each gate holds, by its text, of those about `metrics`."""
+        if not self.gates:
+            return {}
+        # As in `run_test`
+        from quantizer.cli.modes.gates import held_gates
+
+        return held_gates(self.gates, metrics)
+
     def _with_late_figures(self, outcome: Outcome) -> Outcome:
         """Add to the report the written files, and the gates about them and `--exact`."""
-        gates = outcome.report["gates"] | held_gates(self.gates, outcome.metrics)
-        added = {"gates": gates, "exports": list(outcome.exports)}
+        gates = outcome.report["gates"] | self._held_gates(outcome.metrics)
+        added: dict[str, Any] = {"gates": gates, "exports": list(outcome.exports)}
+        if outcome.error is not None:
+            added["fault"] = str(outcome.error).partition("\n")[0]
         is_complete = added.items() <= outcome.report.items()
         if self.place is None or is_complete:
             return outcome
@@ -238,6 +258,11 @@ class _TestRun:
         memory_prediction.require_room("test mode", needed, memory_prediction.remedies(graph))
 
         def check(metrics: Collection[str]) -> None:
+            if not self.gates:
+                return
+            # As in `run_test`
+            from quantizer.cli.modes.gates import require_known_names
+
             directions = BY_NAME if self.evaluator is None else self.evaluator.directions
             require_known_names(self.gates, options, metrics, directions)
 
@@ -266,12 +291,16 @@ class _TestRun:
         rows = tables.layer_rows(compared, info.solution.specs)
         calibration_stamp = info.header.get("stamp")
         report = tables.report_values(scores, rows, stamp, calibration_stamp)
-        gates = held_gates(self.gates, scores.gated)
+        gates = self._held_gates(scores.gated)
         if gates:
             report["gates"] = gates
+        if scores.fault:
+            report["fault"] = scores.fault
         if self.opened.improvement:
             report["improvement"] = self.opened.improvement
         shown: list[RenderableType] = [tables.damage_table(rows, view)]
+        if rows:
+            shown.append(f"quantized as {tables.usual_text(tables.usual_specs(rows))}")
         words = words_of(self.options)
         if place is None:
             values, _ = make_report(info, report, {**info.commands, "test": words})
@@ -280,12 +309,6 @@ class _TestRun:
             values = write_report(info, report, place, commands=commands)
             write_text(place / "layers.csv", tables.as_csv(rows))
             shown.append(f"results: {place}")
-        if calibration_stamp:
-            shown.append(f"note: calibrated on {calibration_stamp}")
-        if scores.judged_on:
-            shown.append(f"note: these figures were measured {scores.judged_on['text']}")
-        if stamp:
-            shown.append(f"note: these figures are of {stamp}")
         if scores.pairs:
             shown.append(tables.metric_table(scores.pairs))
         metrics = compared.metrics()
@@ -311,9 +334,7 @@ def _require_alike(ranks: Ranks, info: QuantInfo, original: Graph) -> None:
     require_alike(ranks, facts, "the calibrated model")
 
 
-def _require_measurable(
-    options: Options, gates: list[Gate], info: QuantInfo, graph: Graph
-) -> None:
+def _require_measurable(options: Options, info: QuantInfo, graph: Graph) -> None:
     """Raise `UsageError` if the options ask for something that this network does not allow."""
     if options.deploy:
         # As in `run_test`
@@ -327,5 +348,3 @@ def _require_measurable(
         require_wide(graph, info.solution)
     if options.inspect:
         show_layers(options, graph, info.solution.tensors, {})
-    require_measured(gates, never_measured_metrics(graph))
-    require_products(gates, graph)

@@ -5,12 +5,28 @@ from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
     Progress,
+    Task,
     TaskID,
     TextColumn,
     TimeRemainingColumn,
 )
+from rich.text import Text
 
 from quantizer.calibration.events import Events, RunStage
+from quantizer.cli.terminal.screen import is_estimate
+
+_UNKNOWN = "-:--:--"
+
+
+class _TimeLeft(TimeRemainingColumn):
+    """The time that a stage still takes, once there is an estimate."""
+
+    def render(self, task: Task) -> Text:
+        """Return the time."""
+        units = int(task.completed) - task.fields["counted_from"]
+        if not task.finished and not is_estimate(units, task.elapsed or 0.0):
+            return Text(_UNKNOWN, style="progress.remaining")
+        return super().render(task)
 
 
 class Bars(Events):
@@ -27,16 +43,20 @@ class Bars(Events):
         self._tasks: dict[int, TaskID] = {}
         self._progress = Progress(
             TextColumn("{task.description}"),
-            BarColumn(),
+            # The usual color of a bar that grows looks like an error
+            BarColumn(complete_style="cyan"),
             MofNCompleteColumn(),
-            TimeRemainingColumn(),
+            _TimeLeft(),
             console=console,
             transient=True,
         )
 
     def started(self, stage: RunStage) -> None:
         """Show a bar."""
-        task = self._progress.add_task(stage.name, total=stage.total, completed=stage.done)
+        # A resumed stage has units that this run has spent no time on
+        task = self._progress.add_task(
+            stage.name, total=stage.total, completed=stage.done, counted_from=stage.done + 1
+        )
         self._tasks[id(stage)] = task
         self._progress.start()
 

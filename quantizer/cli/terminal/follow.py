@@ -10,7 +10,7 @@ from contextvars import ContextVar
 
 from quantizer.calibration.events import NO_FOLLOWER, Events, ForkedEvents, RunStage
 from quantizer.cli.terminal import output
-from quantizer.cli.terminal.screen import screen
+from quantizer.cli.terminal.screen import is_estimate, screen
 from quantizer.config.diagnostics import Diagnostic
 
 _logger = logging.getLogger(__name__)
@@ -114,25 +114,28 @@ class Lines(Events):
 
     def started(self, stage: RunStage) -> None:
         """Start the clock."""
-        self._started = time.monotonic()
-        self._printed = self._started
-        # A resumed stage has units that this run has spent no time on
-        self._resumed_at = stage.done
+        self._printed = time.monotonic()
+        self._counted_from = stage.done
+        self._first_ended: float | None = None
 
     def advanced(self, stage: RunStage) -> None:
         """Print a line if the last one is ten seconds old."""
-        if time.monotonic() - self._printed >= _SECONDS_BETWEEN_LINES:
-            self._printed = time.monotonic()
-            print(self._line(stage), file=sys.stderr, flush=True)
+        now = time.monotonic()
+        if self._first_ended is None:
+            self._first_ended = now
+            # Neither units before this run count, nor its first one
+            self._counted_from = stage.done
+        if now - self._printed >= _SECONDS_BETWEEN_LINES:
+            self._printed = now
+            print(self._line(stage, now - self._first_ended), file=sys.stderr, flush=True)
 
-    def _line(self, stage: RunStage) -> str:
+    def _line(self, stage: RunStage, elapsed: float) -> str:
         if not stage.total:
             doing = f": {stage.doing}" if stage.doing else ""
             return f"{stage.name} {stage.done} {stage.unit}{doing}"
-        elapsed = time.monotonic() - self._started
-        done = stage.done - self._resumed_at
-        left = elapsed / max(done, 1) * (stage.total - stage.done)
+        done = stage.done - self._counted_from
         percent = 100 * stage.done // stage.total
-        return (
-            f"{stage.name} {stage.done}/{stage.total} {stage.unit} {percent} % eta {left:.0f} s"
-        )
+        text = f"{stage.name} {stage.done}/{stage.total} {stage.unit} {percent} %"
+        if is_estimate(done, elapsed):
+            text += f" eta {elapsed / done * (stage.total - stage.done):.0f} s"
+        return text

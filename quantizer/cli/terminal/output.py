@@ -25,6 +25,7 @@ from quantizer.graph.ir import Graph
 from quantizer.graph.names import path_names
 from quantizer.plan.model import Plan
 from quantizer.printable import json_text, one_line
+from quantizer.report.rows import FAIL, NOT_JUDGED, PASS
 from quantizer.report.tables import layer_table
 from quantizer.report.view import TableView
 
@@ -36,6 +37,7 @@ _LOG_WIDTH = 100
 _UNLIMITED = 1000
 _COLOR_SYSTEMS = {True: "standard", False: None, None: "auto"}
 """Rich's color system for colored output, for output without colors, and for either."""
+_STYLES = {PASS: "bold green", FAIL: "bold red", NOT_JUDGED: "bold"}
 _DEFAULT_ROWS = 15
 """Rows of a table of layers without `--top`."""
 
@@ -110,6 +112,15 @@ def show(outcome: Outcome, options: Options) -> None:
             print_line(item, stdout)
         else:
             stdout.print(item)
+
+
+def print_verdict(lines: Iterable[str]) -> None:
+    """Print a verdict on stdout, with PASS or FAIL in color."""
+    stream = console()
+    for line in lines:
+        text = Text(one_line(as_typed(line)))
+        text.stylize(_STYLES.get(line.partition(":")[0], ""))
+        print_line(text, stream)
 
 
 def print_line(line: str | Text, stream: Console) -> None:

@@ -27,6 +27,8 @@ from quantizer.printable import one_line
 _logger = logging.getLogger(__name__)
 
 COLORS = ("auto", "always", "never")
+_FEWEST_UNITS = 3
+_FEWEST_SECONDS = 2.0
 
 
 @dataclass
@@ -234,6 +236,14 @@ def torch_version() -> str:
         return f"torch {version('torch')}"
     except PackageNotFoundError:
         return "torch not installed"
+
+
+def is_estimate(units: int, seconds: float) -> bool:
+    """Return whether so many units in so much time, after the first, show how long others take.
+
+    The first unit often takes longer: files are opened, and kernels are chosen.
+    """
+    return units >= _FEWEST_UNITS and seconds >= _FEWEST_SECONDS
 
 
 def starts_of_lines(text: str, width: int) -> list[int]:

@@ -27,6 +27,9 @@ _OF_MODELS = tuple(
 class DiffOptions(Options):
     """The options of `quantizer diff`."""
 
+    html: str | None = option(
+        "Also write the difference as a page to FILE.", type=PathType(), metavar="FILE"
+    )
     fail_on: str | None = option(
         "Exit with code 1 if a figure of the second is worse by 0.1 % or more: SQNR of outputs "
         "and parts, metrics with a known direction, size of the weights.",
@@ -37,7 +40,7 @@ class DiffOptions(Options):
 @command()
 @click.argument("first", type=PathType())
 @click.argument("second", type=PathType())
-@takes("fail_on", *TABLE, *_OF_MODELS, "json", kind=DiffOptions)
+@takes("html", "fail_on", *TABLE, *_OF_MODELS, "overwrite", "json", kind=DiffOptions)
 def diff(first: str, second: str, options: DiffOptions) -> None:
     """Show what differs between two configs or two result folders, layer by layer: specs,
     scales, SQNR.
@@ -54,7 +57,7 @@ def diff(first: str, second: str, options: DiffOptions) -> None:
     if are_folders:
         refuse_typed(_OF_MODELS, why)
     elif options.model is None:
-        refuse_typed((*_OF_MODELS, *TABLE), why)
+        refuse_typed((*_OF_MODELS, *TABLE, "html", "overwrite"), why)
     for place in (first, second):
         if not Path(place).exists():
             raise UsageError(
@@ -80,9 +83,9 @@ def diff(first: str, second: str, options: DiffOptions) -> None:
 
     is_judged = options.fail_on is not None
     if are_folders:
-        difference = of_folders(first, second, options, is_judged=is_judged)
+        difference = of_folders(first, second, options, html=options.html, is_judged=is_judged)
     else:
-        difference = of_configs(first, second, options)
+        difference = of_configs(first, second, options, html=options.html)
     if not is_judged:
         return
     if difference.unknown:

@@ -12,6 +12,7 @@ import click
 
 from quantizer.cli import session
 from quantizer.cli.arguments.options import Options
+from quantizer.cli.arguments.places import write_output
 from quantizer.cli.terminal import output
 from quantizer.cli.terminal.output import view_of
 from quantizer.cli.terminal.render import say, say_note
@@ -19,14 +20,15 @@ from quantizer.cli.terminal.screen import notes_on_stderr
 from quantizer.cli.traced_model import traced_model
 from quantizer.comparison.output_figures import POOLED_FIGURE, ROWS_KEPT, WORST_SAMPLES
 from quantizer.config.json_types import JsonMapping, JsonObject
-from quantizer.declarations import DROP, RATIO
+from quantizer.declarations import DROP, RATIO, RISE
 from quantizer.errors import UsageError
 from quantizer.graph.names import path_names
 from quantizer.plan.model import Key, Plan
 from quantizer.plan.size import weight_bytes
 from quantizer.printable import json_text
+from quantizer.report.content import shown_by_plugin
 from quantizer.report.tables import figures_by_tensor, finite_or_none, number_text
-from quantizer.report.view import Listing, TableView
+from quantizer.report.view import Listing, TableRow, TableView
 from quantizer.results.folder import REPORT_FILE, read_info
 from quantizer.sources.directions import BY_NAME, Directions
 from quantizer.tables import POOLED_METRICS
@@ -34,6 +36,8 @@ from quantizer.tables import POOLED_METRICS
 _SQNR = ("local_sqnr_db", "accumulated_sqnr_db")
 _SIZE = "weight_bytes"
 """The figure that no test is needed for."""
+_DERIVED = ("_float", DROP, RISE, RATIO)
+"""The ends of the names of figures that are computed from a metric."""
 _NEGLIGIBLE = 1e-3
 """Figures may differ by this share because they were measured on different machines."""
 _Pair = tuple[float | None, float | None]
@@ -139,7 +143,11 @@ def _figures(tested: JsonMapping) -> dict[str, float | None]:
     """Return the figures of a test. If there are several outputs or parts, their figures are
     included.
     """
-    figures: dict[str, float | None] = dict(tested.get("metrics", {}))
+    figures: dict[str, float | None] = {}
+    for name, value in tested.get("metrics", {}).items():
+        # Its other name ends in DROP
+        if not name.endswith(RISE):
+            figures[name] = value
     outputs = tested.get("outputs", [])
     for figure in ("sqnr_db", WORST_SAMPLES):
         if figure in figures and figures[figure] is None:
@@ -221,7 +229,7 @@ def compare_sides(first: Side, second: Side) -> Difference:
     result = Difference(rows, figures, worse=[], unknown=[])
     for name, values in figures.items():
         # The metric that a figure is computed from is compared itself
-        bases = {name.removesuffix(suffix) for suffix in ("_float", DROP, RATIO)} - {name}
+        bases = {name.removesuffix(suffix) for suffix in _DERIVED} - {name}
         if not metrics.isdisjoint(bases):
             continue
         is_lower_better = directions.of_figure(name, metrics)
@@ -334,26 +342,27 @@ def _is_scale(value: Any) -> bool:
     return isinstance(value, (int, float)) and value != 0
 
 
-def figure_lines(different: Difference) -> Iterator[str]:
-    """Yield a line for each figure."""
+def figure_rows(different: Difference) -> Iterator[TableRow]:
+    """Yield for each figure its name, both values and what is to be said of them."""
     for name, values in different.figures.items():
         texts = [number_text(value, ".6g", missing="none") for value in values]
         remark = ""
         if name in different.worse:
-            remark = ", worse"
+            remark = "worse"
         elif name in different.unknown:
-            remark = ", not judged: it is not known whether less or more is better"
-        yield f"{name} {' → '.join(texts)}{remark}"
+            remark = "not judged: it is not known whether less or more is better"
+        yield name, *texts, remark
 
 
 def of_folders(
-    first: str, second: str, options: Options, *, is_judged: bool = False
+    first: str, second: str, options: Options, *, html: str | None, is_judged: bool = False
 ) -> Difference:
     """Print and return the differences of two calibrations of one model.
 
     Args:
         first, second: the result folders.
         options: how the table looks.
+        html: the page to write, if any.
         is_judged: whether a worse figure fails the command.
 
     Raises:
@@ -374,10 +383,10 @@ def of_folders(
         say_note(f"note: {fault}, so no SQNR and no metric is compared")
         before = before.without_test()
         after = after.without_test()
-    return _show(before, after, options)
+    return _show(before, after, options, (html, first, second))
 
 
-def of_configs(first: str, second: str, options: Options) -> Difference:
+def of_configs(first: str, second: str, options: Options, *, html: str | None) -> Difference:
     """Print and return the differences of what two configs do to a model.
 
     Raises:
@@ -391,25 +400,44 @@ def of_configs(first: str, second: str, options: Options) -> Difference:
     for plan in plans:
         paths |= path_names(plan.graph)
     before, after = (side_of_plan(plan, paths) for plan in plans)
-    return _show(before, after, options)
+    return _show(before, after, options, (html, first, second))
 
 
-def _show(first: Side, second: Side, options: Options) -> Difference:
-    """Print how the layers of two results differ, and return the difference."""
+def _show(
+    first: Side, second: Side, options: Options, places: tuple[str | None, str, str]
+) -> Difference:
+    """Print how the layers of two results differ, and return the difference. The page of
+    `--html` is written before.
+    """
     if first.model != second.model:
         raise UsageError(
             f"the first is of {first.model}, the second of {second.model}",
             help="give results of one model",
         )
     result = compare_sides(first, second)
+    html, *names = places
+    if html:
+        table = difference_table(result, TableView({**second.paths, **first.paths}))
+        content = {
+            "model": first.model,
+            "first": names[0],
+            "second": names[1],
+            "is_tested": "sqnr_db" in first.figures,
+            "figures": list(figure_rows(result)),
+            "worse": result.worse,
+            "titles": table.titles,
+            "rows": table.rows,
+        }
+        write_output(html, shown_by_plugin("diff page")(content))
     if options.json:
         click.echo(json_text(result.to_json()))
         return result
     view = view_of(options, {**second.paths, **first.paths})
     if result.rows:
         output.console(exact=view.is_exact).print(difference_table(result, view))
-    for line in figure_lines(result):
-        say(line)
+    for name, before, after, remark in figure_rows(result):
+        line = f"{name} {before} → {after}"
+        say(f"{line}, {remark}" if remark else line)
     count = len(result.rows)
     if count > 1:
         click.echo(f"{count} tensors differ")

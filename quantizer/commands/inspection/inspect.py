@@ -13,7 +13,7 @@ from quantizer.cli.arguments.grouped_command import GroupedOption, command
 from quantizer.cli.arguments.options import LOOK, TABLE, Options, takes
 from quantizer.cli.arguments.places import from_start
 from quantizer.cli.modes.float_mode import config_to_look
-from quantizer.cli.modes.gates import failed_gates, met_gate_lines, parse_gate, require_known
+from quantizer.cli.modes.gates import failed_gates, gate_lines, parse_gate, require_known
 from quantizer.cli.terminal import output
 from quantizer.cli.terminal.output import filtered_view
 from quantizer.cli.terminal.render import say
@@ -33,6 +33,7 @@ from quantizer.plan.dpu_support import Verdict, subgraphs, verdicts
 from quantizer.plan.remarks import plan_remarks
 from quantizer.printable import json_text
 from quantizer.report import tables
+from quantizer.report.rows import judgement
 from quantizer.report.tables import shape_text
 from quantizer.report.view import Listing, TableRow, TableView
 from quantizer.storage.files import write_text
@@ -122,10 +123,10 @@ def inspect(options: Options, to: str | None, algorithms: bool, gate: tuple[str,
             say(line)
     if options.file:
         write_text(from_start(options.file), emit(plan.graph))
-    if not options.json:
-        for line in met_gate_lines(gates, metrics):
-            click.echo(line)
     not_met = failed_gates(gates, metrics)
+    if gates and not options.json:
+        lines = gate_lines(gates, metrics)
+        output.print_verdict([judgement(lines, is_failed=bool(not_met))])
     if not_met:
         raise GateError(
             f"not met: {', '.join(not_met)}",

@@ -1,6 +1,6 @@
 """`quantizer plan`: shows what a config does to a model, before calibration."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -16,6 +16,7 @@ from quantizer.cli.terminal.output import filtered_view
 from quantizer.cli.terminal.screen import notes_on_stderr
 from quantizer.cli.traced_model import TracedModel, named_structures, traced_model
 from quantizer.config.algorithms import Algorithm
+from quantizer.config.json_types import JsonObject
 from quantizer.config.model import ResolvedConfig
 from quantizer.config.wording import counted
 from quantizer.errors import UsageError
@@ -27,13 +28,14 @@ from quantizer.export.refusals import (
     require_extras,
 )
 from quantizer.export.targets import CHECKED_TARGETS
-from quantizer.graph.channels.output_parts import output_parts
+from quantizer.graph.channels.output_parts import Output, output_parts
 from quantizer.plan.model import Plan
 from quantizer.plan.remarks import left_parameters, share_left
 from quantizer.plan.size import peak_activation_bytes, weight_bytes
 from quantizer.printable import json_text
-from quantizer.report import tables
-from quantizer.report.view import TableView
+from quantizer.report.tables import rule_table
+from quantizer.report.verdict import plan_table
+from quantizer.report.view import Listing, TableView
 from quantizer.storage import process_memory
 from quantizer.storage.files import write_json
 
@@ -79,7 +81,7 @@ def plan(options: Options) -> None:
     peaks = peaks_of(planned, read.config, data, traced, finetuned=bool(finetuned))
     outputs = output_parts(original)
     content = planned.to_json() | {
-        "outputs": tables.named_outputs(outputs),
+        "outputs": named_outputs(outputs),
         "algorithms": [algorithm.name for algorithm in read.config.algorithms],
         "weight_bytes": {"float": before, "quantized": after},
         "float_parameters": left_parameters(planned)[0],
@@ -103,7 +105,7 @@ def plan(options: Options) -> None:
         click.echo(json_text(content))
     else:
         _show(planned, view, content, read.config.algorithms)
-        for line in tables.output_lines(outputs):
+        for line in output_lines(outputs):
             click.echo(line)
         _show_refused(refusals, planned.graph.model, view)
         for target in traced.for_:
@@ -156,7 +158,7 @@ def _show_refused(refused: dict[str, list[Refusal]], model: str, view: TableView
         rows = []
         for refusal in refusals:
             rows.append((refusal.layer or model, refusal.role, refusal.why))
-        output.console(exact=view.is_exact).print(tables.refusal_table(rows, view))
+        output.console(exact=view.is_exact).print(refusal_table(rows, view))
 
 
 def _show(
@@ -164,9 +166,9 @@ def _show(
 ) -> None:
     """Print the tables, and sizes below them."""
     console = output.console(exact=view.is_exact)
-    console.print(tables.rule_table(plan, view))
+    console.print(rule_table(plan, view))
     console.print()
-    console.print(tables.plan_table(plan, view))
+    console.print(plan_table(plan, view))
     console.print()
     before, after = content["weight_bytes"].values()
     click.echo(
@@ -193,3 +195,41 @@ def _show(
             peaks.append(f"{mode} {process_memory.size_text(peak)}")
     if peaks:
         click.echo(f"peak memory: {', '.join(peaks)}")
+
+
+def named_outputs(outputs: Iterable[Output]) -> list[JsonObject]:
+    """Return the names of outputs and of their parts for `inspect --json`. Nothing has run
+    yet.
+    """
+    rows = []
+    for whole in outputs:
+        parts = []
+        if len(whole.parts) > 1:
+            for part in whole.parts:
+                names = ("name", "index", "layer", "pooled")
+                parts.append({name: getattr(part, name) for name in names})
+        rows.append({"name": whole.name, "parts": parts})
+    return rows
+
+
+def output_lines(outputs: Iterable[Output]) -> Iterator[str]:
+    """Yield a line for each output, with the names that can be used in gates, such as
+    `sqnr_db[0.scores]>=30`.
+    """
+    for whole in outputs:
+        texts = []
+        for part in whole.parts:
+            names = [part.name, part.index] if part.index else [part.name]
+            text = " or ".join(dict.fromkeys(names))
+            if part.pooled > 1:
+                text += f" ({part.pooled} sources together)"
+            texts.append(text)
+        line = f"output {whole.name}"
+        if len(texts) != 1:
+            line += f", in {len(texts)} parts: {', '.join(texts)}"
+        yield line
+
+
+def refusal_table(rows: Iterable[tuple[str, str, str]], view: TableView) -> Listing:
+    """Return the tensors that a target of `--deploy` cannot hold, and why."""
+    return view.listing(("layer", "tensor", "reason"), list(rows), what="tensor")

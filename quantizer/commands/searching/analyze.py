@@ -13,6 +13,8 @@ from quantizer.cli import session
 from quantizer.cli.arguments.grouped_command import command, refuse_typed
 from quantizer.cli.arguments.options import LOOK, TABLE, Options, option, takes
 from quantizer.cli.arguments.places import PathType, from_start, write_output
+from quantizer.cli.modes.float_mode import require_directions
+from quantizer.cli.modes.gates import parse_gate
 from quantizer.cli.terminal import output
 from quantizer.cli.terminal.output import table_view
 from quantizer.cli.terminal.render import say_note
@@ -115,6 +117,8 @@ def analyze(options: AnalyzeOptions) -> None:
     _require_consistent(options, budget)
     reported = read_info(from_start(options.report)) if options.report else None
     with notes_on_stderr(options.json), redirect_stdout(sys.stderr):
+        if options.metric:
+            require_directions([parse_gate(options.metric, "--metric")], options)
         subject = _subject(options, reported)
         if options.metric:
             result = _search_floats(subject, options.metric)

@@ -15,7 +15,7 @@ from quantizer.cli import session
 from quantizer.cli.arguments.options import Options
 from quantizer.cli.arguments.places import as_typed, from_start
 from quantizer.cli.modes.calib_mode import run_calib, with_remedy
-from quantizer.cli.modes.float_mode import with_float_metrics
+from quantizer.cli.modes.float_mode import require_directions, with_float_metrics
 from quantizer.cli.modes.gates import (
     Gate,
     about_networks,
@@ -104,6 +104,7 @@ def _run(options: RunOptions, gates: Sequence[Gate]) -> FinishedRun:
     kept = kept_names(options.keep_float, has_config=options.config_file is not None)
     require_result_folder(from_start(options.output_dir))
     seed_everything(options.seed)
+    require_directions(gates, options)
     opened = session.open_run(options)
     if opened.batches.way:
         say_note(f"making {opened.batches.way}")
@@ -229,6 +230,12 @@ def _tuned(
     except UsageError as error:
         say_note(f"note: no better config is looked for: {error.message}")
         return finished
+    metrics = finished.tested.metrics
+    if not any(gate.is_missed_by_float(metrics) for gate in judged):
+        say_note(
+            f"{', '.join(failed_gates(judged, metrics))} does not hold: a better config is "
+            f"looked for, for up to {options.minutes:g} minutes (--minutes 0 looks for none)"
+        )
     path = Path(options.config_file or "")
     if has_file:
         path = from_start(options.output_dir) / TUNED_CONFIG
@@ -306,9 +313,7 @@ def _show(finished: FinishedRun, lines: Sequence[str], *, as_json: bool) -> None
         return
     if finished.tuning is not None:
         finished.tuning.show()
-    console = output.console()
-    for line in lines:
-        output.print_line(line, console)
+    output.print_verdict(lines)
 
 
 def config_of_run(

@@ -29,6 +29,7 @@ from quantizer.cli.modes.gates import (
     failed_gates,
     gate_lines,
     held_gates,
+    not_met_gates,
     require_known,
     require_known_names,
 )
@@ -443,5 +444,6 @@ class FinishedRun:
             data_options=data_options(of_data),
             gates=gate_lines(gates, tested.metrics),
             not_met=failed_gates(gates, tested.metrics),
+            is_failed=bool(tested.error or not_met_gates(gates, tested, is_test=True)),
             improvement=self.opened.improvement,
         )

@@ -84,7 +84,6 @@ class Search:
         context: what all trials share.
         steps: in order.
         seconds: the time after which no trial is measured.
-        after_row: called with the row of each step that is done.
         clock: returns the time, in seconds.
 
     Attributes:
@@ -103,13 +102,11 @@ class Search:
         steps: Sequence[SearchStep],
         seconds: float,
         *,
-        after_row: Callable[[Row], None] = lambda row: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.context = context
         self.rows: list[Row] = []
         self._steps = steps
-        self._after_row = after_row
         self._clock = clock
         self._seconds = seconds
         self._deadline = math.inf
@@ -261,7 +258,6 @@ class Search:
         """Add the row of a step that is done."""
         row.seconds = self._clock() - began
         self.rows.append(row)
-        self._after_row(row)
 
 
 def _reason_of(error: QuantizerError) -> str:

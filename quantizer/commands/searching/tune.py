@@ -13,9 +13,10 @@ from quantizer.cli import session
 from quantizer.cli.arguments.grouped_command import command
 from quantizer.cli.arguments.options import MODEL, Options, takes
 from quantizer.cli.arguments.places import from_start
+from quantizer.cli.modes.float_mode import require_directions
 from quantizer.cli.modes.gates import (
     Gate,
-    gate_lines,
+    judged,
     parse_gate,
     require_known_names,
     require_known_parts,
@@ -78,9 +79,7 @@ def tune(options: TuneOptions) -> None:
         click.echo(json_text({"tune": run.content, "test": run.tested.content}))
     else:
         run.show()
-        console = output.console()
-        for line in gate_lines(gates, run.tested.metrics):
-            output.print_line(line, console)
+        output.print_verdict([judged(gates, run.tested)])
     require_met(run.test_options, gates, run.tested, remedy=loses_most(options))
     if run.tested.error:
         raise run.tested.error
@@ -110,6 +109,7 @@ def _tune(options: TuneOptions, gates: Sequence[Gate]) -> TunedRun:
     folder = from_start(options.output_dir)
     require_result_folder(folder)
     seed_everything(options.seed)
+    require_directions(gates, options)
     opened = session.open_run(options)
     if opened.batches.stands_in:
         raise session.missing_data()

@@ -7,7 +7,6 @@ import math
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import takewhile
 from pathlib import Path
 
@@ -19,9 +18,8 @@ from quantizer.cli.modes.gates import Gate
 from quantizer.cli.modes.test_mode import run_test
 from quantizer.cli.terminal import output
 from quantizer.cli.terminal.output import Outcome
-from quantizer.cli.terminal.render import say_note
 from quantizer.commands.searching.divided_data import DividedData
-from quantizer.commands.searching.search import KEPT, NOT_TRIED, START, Row, Search
+from quantizer.commands.searching.search import KEPT, NOT_TRIED, Row, Search
 from quantizer.commands.searching.steps import STEPS
 from quantizer.commands.searching.trials import Figures, SearchContext, Subject, Trial, plan_of
 from quantizer.config.json_types import JsonMapping, JsonObject
@@ -169,25 +167,10 @@ def _searched(
     figures: Figures | None = None
     if tested is not None:
         figures = context.figures(*tested)
-    print_step = partial(_print_step, [gate.metric for gate in context.gates])
-    search = Search(context, STEPS, 60 * minutes, after_row=print_step)
+    search = Search(context, STEPS, 60 * minutes)
     with context.shown_as("tune"):
         search.run(start, figures)
     return search
-
-
-def _print_step(metrics: Sequence[str], row: Row) -> None:
-    """Print a line about a step after it is done."""
-    if row.figures is None:
-        say_note(f"{row.step}: not tried: {'; '.join(row.reasons)}")
-        return
-    texts = []
-    for metric in metrics:
-        value = row.figures.gated.get(metric, math.nan)
-        texts.append(f"{metric} {value:.6g}")
-    change = row.change or "the config as it is"
-    result = "" if row.step == START else f": {row.result}"
-    say_note(f"{row.step}: {change}: {', '.join(texts)}{result}")
 
 
 def _advice(search: Search) -> str:

@@ -59,7 +59,7 @@ def histogram(content: JsonMapping, row: JsonMapping) -> Markup | None:
     for method, ends in row["methods"].items():
         methods_by_range.setdefault(tuple(ends), []).append(method)
     same = methods_by_range.pop((least, greatest), [])
-    chosen = "chosen, from the least to the greatest code"
+    chosen = "chosen"
     if same:
         chosen = f"chosen, as {first_names(same, _MAX_NAMES)}"
     ranges = [DrawnRange(least, greatest, chosen, "limit")]

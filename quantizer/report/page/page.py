@@ -11,7 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 from quantizer.config.json_types import JsonMapping, JsonObject
 from quantizer.evaluation.output_warnings import NOTES
+from quantizer.evaluation.scores import MAX_RELATIVE_CHANGE
 from quantizer.printable import Markup, fragment, with_code
+from quantizer.report.next_step import relative_loss, try_next
 from quantizer.report.page import figures, summary
 from quantizer.report.page.axes import number
 from quantizer.report.page.figures import ACCUMULATED, LOCAL, measured_rows, page_file
@@ -27,6 +29,7 @@ from quantizer.report.rows import (
     tensor_name,
     value_text,
 )
+from quantizer.report.tables import format_text, usual_specs, usual_text
 from quantizer.report.view import TableView
 
 MAX_CLIPPED = 0.01
@@ -42,16 +45,24 @@ def warned_outputs(content: JsonMapping) -> set[str]:
     return {warning["output"] for warning in warnings if warning["kind"] not in NOTES}
 
 
-def steepest_fall(content: JsonMapping) -> tuple[float, str] | None:
-    """Return the largest loss of accumulated SQNR from one tensor to the next in dB, and the
-    second tensor; None if none is above `STEEP_DB`.
+def is_held(content: JsonMapping) -> bool:
+    """Return whether all metrics of the task lose at most 1 %. Then nothing is marked as a
+    fault.
     """
-    falls = []
+    losses = [relative_loss(content, name) for name in content["pairs"]]
+    return bool(losses) and max(losses) <= MAX_RELATIVE_CHANGE
+
+
+def steepest_fall(content: JsonMapping) -> tuple[float, JsonObject] | None:
+    """Return the largest loss of accumulated SQNR from one tensor to the next in dB, and the
+    row of the second tensor; None if none is above `STEEP_DB`.
+    """
+    steepest: tuple[float, JsonObject] = (STEEP_DB, {})
     for before, after in itertools.pairwise(measured_rows(content)):
         loss_db = before["accumulated_sqnr_db"] - after["accumulated_sqnr_db"]
-        falls.append((loss_db, tensor_name(content, after)))
-    steepest = max(falls, key=lambda fall: fall[0], default=(0.0, ""))
-    return steepest if steepest[0] > STEEP_DB else None
+        if loss_db > steepest[0]:
+            steepest = (loss_db, after)
+    return steepest if steepest[1] else None
 
 
 def rows_by_loss(content: JsonMapping) -> dict[str, list[JsonObject]]:
@@ -276,11 +287,30 @@ def page(content: JsonMapping) -> str:
         text = section.render(content=content).strip()
         if text:
             parts.append((name, title, Markup(text)))
-    html = environment.get_template("page.html").render(
-        content=content,
-        parts=parts,
-        style=Markup(page_file("drawing.css") + page_file("page.css")),
-        script=Markup(page_file("page.js")),
+    return _rendered("page.html", content, parts=parts)
+
+
+def diff_page(content: JsonMapping) -> str:
+    """Return a file that shows the difference of two results of one model.
+
+    Args:
+        content: the model, the names of both results, the texts of both tables, and the figures
+            that are worse.
+    """
+    return _rendered("diff.html", content)
+
+
+def _rendered(template: str, content: JsonMapping, **values: Any) -> str:
+    """Return a whole file, with style and script."""
+    html = (
+        _environment()
+        .get_template(template)
+        .render(
+            content=content,
+            style=Markup(page_file("drawing.css") + page_file("page.css")),
+            script=Markup(page_file("page.js")),
+            **values,
+        )
     )
     return html + "\n"
 
@@ -316,6 +346,10 @@ def _environment() -> Environment:
         "layer_columns": layer_columns,
         "layers_legend": layers_legend,
         "rows_in_order": rows_in_order,
+        "format_text": format_text,
+        "try_next": try_next,
+        "usual_specs": usual_specs,
+        "usual_text": usual_text,
         "drawn_at_most": _MAX_DRAWN,
     }
     return environment

@@ -1,23 +1,15 @@
-"""Compute the first things on the page from report.json: the verdict, the next step, the
-metrics, and the exported files. Lists the metrics with unit, direction and meaning, also for
-docs/metrics.md.
+"""Compute the first things on the page from report.json: whether it passed,
+the verdict, the metrics, and the exported files. Lists the metrics with unit, direction and
+meaning, also for docs/metrics.md.
 """
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from quantizer.config.json_types import JsonMapping
-from quantizer.config.roles import is_parameter
 from quantizer.config.wording import counted
-from quantizer.declarations import DROP, HIGHER, LOWER, RATIO
-from quantizer.report.next_step import (
-    PLACEHOLDER,
-    NextStep,
-    measured_parts,
-    next_step,
-    option_words,
-    options_of,
-)
+from quantizer.declarations import DROP, HIGHER, LOWER, RATIO, RISE
+from quantizer.report.next_step import measured_parts
 from quantizer.report.page.axes import number
 from quantizer.report.rows import (
     layer_name,
@@ -35,12 +27,9 @@ _COSINE = "cosine"
 
 
 def verdict(content: JsonMapping) -> list[str]:
-    """Return the sentences that the page begins with."""
+    """Return the sentences on what was measured."""
     rows = content["layers"]
     sentences = list(measured_lines(content))
-    for gate, is_met in content["gates"].items():
-        outcome = "met" if is_met else "not met"
-        sentences.append(f"Gate {gate}: {outcome}.")
     layers = {row["layer"] for row in rows}
     text = f"{counted(len(rows), 'tensor')} of {counted(len(layers), 'layer')} quantized"
     worst = most_damaged(rows)
@@ -54,35 +43,6 @@ def verdict(content: JsonMapping) -> list[str]:
 
         sentences.append(f"{pass_loss_line(content['passes'])}.")
     return sentences
-
-
-def try_next(content: JsonMapping) -> NextStep:
-    """Return what to do next, as the terminal says it."""
-    commands = content["commands"]
-    options = options_of(commands)
-    config = content["config"]["name"] if content["config"] else "the config"
-    if not options:
-        if content["config"]:
-            options["config_file"] = [config]
-        options["model"] = [PLACEHOLDER]
-    config = options.get("config_file", [config])[0]
-    if not content["metrics"]:
-        command = f"quantizer --quant_mode test {option_words(options)}"
-        return NextStep("test mode measures what quantization costs.", (command,))
-    widths = [
-        row["bits"]
-        for row in content["layers"]
-        if is_parameter(row["tensor"]) and row["tensor"] != "bias"
-    ]
-    return next_step(
-        content,
-        config,
-        options,
-        has_model_file=bool(commands),
-        not_met=[gate for gate, is_met in content["gates"].items() if not is_met],
-        weight_bits=min(widths, default=None),
-        improvement=content.get("improvement", ""),
-    )
 
 
 @dataclass(frozen=True)
@@ -111,10 +71,13 @@ def metric_cards(content: JsonMapping) -> Iterator[Card]:
     for name, pair in pairs.items():
         before, after = pair_texts(pair)
         meaning = f"{metric_meaning(name)}: float → quantized"
-        for figure, what in ((f"{name}{DROP}", "the loss"), (f"{name}{RATIO}", "the ratio")):
+        loss = f"{name}{RISE}"
+        if loss not in metrics:
+            loss = f"{name}{DROP}"
+        for figure, what in ((loss, "the loss"), (f"{name}{RATIO}", "the ratio")):
             if metrics.get(figure) is not None:
                 meaning += f"; {figure}, {what}: {number(metrics[figure])}"
-        shown |= {name, f"{name}_float", f"{name}{DROP}", f"{name}{RATIO}"}
+        shown |= {name, f"{name}_float", f"{name}{DROP}", f"{name}{RISE}", f"{name}{RATIO}"}
         direction = metric_sentence(name, pairs, directions)
         yield Card(name, f"{before} → {after}", direction, meaning)
     if len(measured_parts(content)) <= 1:
