@@ -104,7 +104,7 @@ def test_a_first_batch_that_does_not_fit_names_the_layer(
     data: str, remedies: list[str], net: str, capsys: Capture
 ) -> None:
     assert run_command(["inspect", "--model", net, "--data", f"{net}:{data}"]) == 4
-    _, error, *lines = capsys.readouterr().err.splitlines()[-len(remedies) - 4 :]
+    error, *lines = capsys.readouterr().err.splitlines()[-len(remedies) - 3 :]
     text = "\n".join([error, *lines])
     assert "running the model on the first batch (" in text
     assert "help: " + "\n".join(remedies) + "\n" in text

@@ -65,7 +65,9 @@ def test_what_is_saved_computes_what_was_tested(
 ) -> None:
     assert run_command(["run", write(MODEL), "--to", to, "--gate", "top1>=0"]) == 0
     shown = capsys.readouterr()
-    assert shown.out.startswith(f"Wrote {FILE}: int{to[1]} weights, float activations")
+    judged, wrote, *_ = shown.out.splitlines()
+    assert judged.startswith("PASS: gate top1>=0: met (")
+    assert wrote.startswith(f"Wrote {FILE}: int{to[1]} weights, float activations")
     notes = [line for line in shown.err.splitlines() if "cannot be traced" in line]
     assert len(notes) == 1
     assert "modules" in notes[0]
@@ -118,7 +120,9 @@ def test_nothing_is_written_where_a_gate_does_not_hold(write: Write, capsys: Cap
     asked = ["--to", "w4", "--gate", "sqnr_db[logits]>=90"]
     assert run_command(["run", write(MODEL), *asked]) == 1
     shown = capsys.readouterr()
-    assert shown.out.startswith("Nothing was written of Branching.")
+    judged, wrote, *_ = shown.out.splitlines()
+    assert judged.startswith("FAIL: gate sqnr_db[logits]>=90: not met (")
+    assert wrote == "Nothing was written of Branching."
     assert "no better config is looked for" in shown.err
     assert "not met: sqnr_db[logits]>=90; nothing is deployed" in shown.err
     assert not FILE.exists()

@@ -406,8 +406,12 @@ def of_configs(first: str, second: str, options: Options, *, html: str | None) -
 def _show(
     first: Side, second: Side, options: Options, places: tuple[str | None, str, str]
 ) -> Difference:
-    """Print how the layers of two results differ, and return the difference. The page of
-    `--html` is written before.
+    """Print how the layers of two results differ, and return the difference.
+
+    Args:
+        first, second: the results.
+        options: how the table looks.
+        places: the page to write, if any, and the names of both results.
     """
     if first.model != second.model:
         raise UsageError(

@@ -53,7 +53,7 @@ from quantizer.errors import (
     UsageError,
     VerificationError,
 )
-from quantizer.evaluation.compare import over_batches
+from quantizer.evaluation.compare import judged_on, over_batches, same_in_each_pass
 from quantizer.evaluation.network_comparison import NetworkComparison
 from quantizer.evaluation.output_warnings import sample_warnings
 from quantizer.evaluation.paired_run import record_predictions
@@ -115,6 +115,7 @@ class ModulePair:
             measure, batches=batches, device=self.device, events=events, function=function
         )
         before: Mapping[str, float] = {}
+        same_in_each_pass(batches)
         if function is not None:
             before = measured(self.reference, label="evaluate float")
             check(before.keys())
@@ -129,10 +130,11 @@ class ModulePair:
             )
         warnings = tuple(sample_warnings(leaves(comparison.outputs)))
         log_warnings(warnings)
-        if function is None:
-            return Scores(comparison, comparison.pairs(), BY_NAME, warnings=warnings)
-        pairs = in_pairs(before, measured(self.quantized, label="evaluate quantized"))
-        return Scores(comparison, pairs, function.directions, warnings=warnings)
+        pairs, directions = comparison.pairs(), BY_NAME
+        if function is not None:
+            pairs = in_pairs(before, measured(self.quantized, label="evaluate quantized"))
+            directions = function.directions
+        return Scores(comparison, pairs, directions, None, warnings, judged_on(batches))
 
     def moved(self, batches: Iterable[Batch]) -> Iterator[Batch]:
         """Return batches on the device of the models."""
@@ -430,8 +432,7 @@ class FinishedRun:
         of_data = options
         if self.data is not None:
             # As the page joins the options of both modes
-            calibrated_samples = self.data.calib_options.subset_len
-            of_data = replace(options, subset_len=calibrated_samples)
+            of_data = replace(options, subset_len=self.data.calib_options.subset_len)
         return VerdictFacts.of(
             self.calibrated.plan,
             verified,
