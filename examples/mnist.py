@@ -25,7 +25,6 @@ WHITE = 15
 SIDE = 28
 CALIBRATION_IMAGES = 256
 """They come first in DATA. The others are held out."""
-BATCH_SIZE = 100
 Batch = tuple[Tensor, Tensor]
 
 
@@ -50,22 +49,22 @@ def unpacked(pairs: Tensor) -> Tensor:
     return pixels.reshape(-1, 1, SIDE, SIDE).float() / WHITE
 
 
-def batches(start: int, end: int | None) -> list[Batch]:
-    """Return some of the stored images and their labels, 100 in a batch."""
+def batches(chosen: slice, count: int) -> list[Batch]:
+    """Return some of the stored images and their labels in so many batches."""
     stored = load_file(DATA)
-    images = unpacked(stored["images"][start:end]).split(BATCH_SIZE)
-    labels = stored["labels"][start:end].long().split(BATCH_SIZE)
+    images = unpacked(stored["images"][chosen]).chunk(count)
+    labels = stored["labels"][chosen].long().chunk(count)
     return list(zip(images, labels, strict=True))
 
 
 def calibration_data() -> list[Batch]:
-    """256 of the training images."""
-    return batches(0, CALIBRATION_IMAGES)
+    """256 of the training images in batches of 32."""
+    return batches(slice(CALIBRATION_IMAGES), 8)
 
 
 def evaluation_data() -> list[Batch]:
-    """The 2,000 held-out images."""
-    return batches(CALIBRATION_IMAGES, None)
+    """The 2,000 held-out images in batches of 100."""
+    return batches(slice(CALIBRATION_IMAGES, None), 20)
 
 
 def evaluate(model: Callable[[Tensor], Tensor], data: Iterable[Batch]) -> dict[str, float]:

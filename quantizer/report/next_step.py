@@ -11,7 +11,7 @@ from quantizer.comparison.samples import BELOW_DB
 from quantizer.config.json_types import JsonMapping
 from quantizer.declarations import DROP, RATIO
 from quantizer.evaluation.scores import MAX_RELATIVE_CHANGE
-from quantizer.plugins import commands, plugins
+from quantizer.plugins import commands
 
 CLOSE_DB = 30.0
 """Above this SQNR of the worst output, networks of 8 bits keep their accuracy."""
@@ -38,6 +38,8 @@ DATA_OPTIONS = (
     "device",
 )
 """The options about a model and its data that all commands of the next step take."""
+PLACES = ("output_dir", "report_dir", "output")
+"""The options about where results are written."""
 TEST_OPTIONS = ("eval_data", "evaluate", "skip_len")
 """Those of them that only test runs take."""
 _GATE_MARGIN_DB = 3.0
@@ -57,6 +59,18 @@ class NextStep:
 
     text: str
     commands: tuple[str, ...] = ()
+
+    @property
+    def line(self) -> str:
+        """The sentence with all commands.
+
+        >>> NextStep("repeat it.", ("quantizer demo", "quantizer init")).line
+        'repeat it: `quantizer demo` and `quantizer init`.'
+        """
+        missing = [f"`{command}`" for command in self.commands if command not in self.text]
+        if not missing:
+            return self.text
+        return f"{self.text.removesuffix('.')}: {' and '.join(missing)}."
 
 
 def next_step(
@@ -102,31 +116,7 @@ def next_step(
         return NextStep(
             f"check in {config}; `quantizer.calibrate` with it{arguments} repeats this."
         )
-    calib, test = _modes(tested, ("subset_len", "skip_len") if skipped else ())
-    text = (
-        f"check in {config}; `quantizer {calib}` and `{test}` with a --gate repeat this in CI."
-    )
-    return NextStep(text, tuple(_repeating(tested)))
-
-
-def _modes(tested: JsonMapping, names: Collection[str]) -> Iterator[str]:
-    """Yield the options for calib and for test mode, with those of some names, and with those
-    that choose which layers stay in float.
-    """
-    shown: dict[str, dict[str, list[str]]] = {"calib": {}, "test": {}}
-    for command in tested.get("commands", ()):
-        options = _options_of_command(command)
-        needed = set(names)
-        for plugin in plugins():
-            for target in plugin.targets.values():
-                for option in target.options:
-                    # A file that leaves layers in float has figures of its own
-                    if set(options.get(option.name, ())) & set(option.alone):
-                        needed |= {"deploy", option.name}
-        for mode in options.get("quant_mode", ()):
-            shown[mode] = {name: options[name] for name in options if name in needed}
-    for mode in ("calib", "test"):
-        yield option_words({"quant_mode": [mode], **shown[mode]})
+    return NextStep(f"check in {config}, and repeat this in CI.", tuple(_repeating(tested)))
 
 
 def option_words(options: OptionValues, without: Collection[str] = ()) -> str:
@@ -142,6 +132,17 @@ def option_words(options: OptionValues, without: Collection[str] = ()) -> str:
     return shlex.join(words)
 
 
+def without_places(words: Sequence[str]) -> list[str]:
+    """Return the words of a command without the options about where results are written."""
+    kept: list[str] = []
+    for word in words:
+        if kept and kept[-1].removeprefix("--") in PLACES:
+            kept.pop()
+        else:
+            kept.append(word)
+    return kept
+
+
 def _options_of_command(command: str) -> dict[str, list[str]]:
     """Return the options of a command of report.json."""
     options: dict[str, list[str]] = {}
@@ -154,8 +155,11 @@ def _options_of_command(command: str) -> dict[str, list[str]]:
     return options
 
 
-def options_of(commands: Sequence[str]) -> dict[str, list[str]]:
-    """Return the options of commands that say which config, model and data to use.
+def options_of(
+    commands: Sequence[str], names: Collection[str] = ("config_file", "model", *DATA_OPTIONS)
+) -> dict[str, list[str]]:
+    """Return the options of commands that say which config, model and data to use, or those of
+    other names.
 
     >>> options_of(
     ...     [
@@ -168,7 +172,6 @@ def options_of(commands: Sequence[str]) -> dict[str, list[str]]:
     values: dict[str, list[str]] = {}
     for command in commands:
         values = {**_options_of_command(command), **values}
-    names = ("config_file", "model", *DATA_OPTIONS)
     return {name: values[name] for name in names if name in values}
 
 

@@ -259,4 +259,4 @@ def _next_step(facts: VerdictFacts) -> str:
         not_met=facts.not_met,
         weight_bits=facts.weight_bits,
         improvement=facts.improvement,
-    ).text
+    ).line

@@ -12,6 +12,7 @@ from quantizer.config.wording import counted
 from quantizer.declarations import DROP, HIGHER, LOWER, RATIO
 from quantizer.report.next_step import (
     PLACEHOLDER,
+    PLACES,
     NextStep,
     measured_parts,
     next_step,
@@ -67,7 +68,10 @@ def try_next(content: JsonMapping) -> NextStep:
         options["model"] = [PLACEHOLDER]
     config = options.get("config_file", [config])[0]
     if not content["metrics"]:
-        command = f"quantizer --quant_mode test {option_words(options)}"
+        for place in options_of(commands, PLACES).values():
+            options["output_dir"] = place
+        words = option_words(options, without=("config_file",))
+        command = f"quantizer --quant_mode test {words}"
         return NextStep("test mode measures what quantization costs.", (command,))
     widths = [
         row["bits"]
