@@ -8,6 +8,7 @@ Commands of another calibration, or edited ones, are dropped.
 """
 
 import logging
+import os
 import platform
 import sys
 import time
@@ -196,13 +197,10 @@ def from_here(word: str) -> str:
     """Return an absolute path inside the working directory relative to it, and other words
     unchanged.
 
-    >>> from_here("random:8x3x32x32"), from_here(f"{os.getcwd()}/net.py:small")
+    >>> from_here("random:8x3x32x32"), from_here(f"{Path.cwd() / 'net.py'}:small")
     ('random:8x3x32x32', 'net.py:small')
     """
-    here = Path.cwd()
-    if Path(word).is_relative_to(here):
-        return str(Path(word).relative_to(here))
-    return word
+    return word.removeprefix(f"{Path.cwd()}{os.sep}")
 
 
 def words_of(options: Options) -> list[str]:

@@ -62,15 +62,9 @@ class NextStep:
 
     @property
     def line(self) -> str:
-        """The sentence with all commands.
-
-        >>> NextStep("repeat it.", ("quantizer demo", "quantizer init")).line
-        'repeat it: `quantizer demo` and `quantizer init`.'
-        """
-        missing = [f"`{command}`" for command in self.commands if command not in self.text]
-        if not missing:
-            return self.text
-        return f"{self.text.removesuffix('.')}: {' and '.join(missing)}."
+        """The sentence with all commands."""
+        others = [f"`{command}`" for command in self.commands if command not in self.text]
+        return f"{self.text} {' and '.join(others)}".rstrip()
 
 
 def next_step(
@@ -116,7 +110,7 @@ def next_step(
         return NextStep(
             f"check in {config}; `quantizer.calibrate` with it{arguments} repeats this."
         )
-    return NextStep(f"check in {config}, and repeat this in CI.", tuple(_repeating(tested)))
+    return NextStep(f"check in {config}, and repeat this in CI:", tuple(_repeating(tested)))
 
 
 def option_words(options: OptionValues, without: Collection[str] = ()) -> str:

@@ -55,7 +55,7 @@ def test_a_good_run() -> None:
         "top1 is 0.9, in float 0.9.",
         "The output differs from float by 1 % (SQNR 40.0 dB).",
         f"Next: check in out/net.json, and repeat this in CI: `{commands[0]}` and "
-        f"`{commands[1]} --gate 'top1_drop<=0.009'`.",
+        f"`{commands[1]} --gate 'top1_drop<=0.009'`",
     ]
 
 
