@@ -11,7 +11,7 @@ from setuptools.command.build_py import build_py
 
 DATA = ("schemas", "configs")
 PAGE = ["*.css", "page.js", "templates/*.html", "templates/sections/*.html"]
-EXAMPLE = ("digits.py", "resnet.py", "digits.safetensors", "digits_data.safetensors")
+EXAMPLE = ("mnist.py", "resnet.py", "mnist.safetensors", "mnist_data.safetensors")
 """The files that `quantizer demo` writes."""
 
 

@@ -1,12 +1,12 @@
 """Draw docs/report.png and docs/report_dark.png: the top of one report in light and in dark
-colours, as headless Chromium shows it.
+colours, as a browser shows it.
 
-`python docs/pictures.py report` runs this.
+`python docs/pictures.py report` runs this. `pip install PyQt6-WebEngine` brings the browser.
 """
 
 from __future__ import annotations
 
-import io
+import os
 import shutil
 import subprocess
 import sys
@@ -16,8 +16,7 @@ from pathlib import Path
 from PIL import Image, ImageChops
 
 ROOT = Path(__file__).parents[1]
-MODEL = ROOT / "examples" / "efficientnet_lite.py"
-CONFIG = ROOT / "configs" / "cpu_int8.json"
+EXAMPLES = ROOT / "examples"
 FILES = {"light": "report.png", "dark": "report_dark.png"}
 """The names of the pictures by colour scheme."""
 WIDTH = 1180
@@ -25,13 +24,19 @@ MAX_HEIGHT = 4000
 MARGIN = 16
 """Pixels below the last line of text."""
 COLOURS = 256
+WAIT_MS = 1500
+"""The time in which a page runs its script and is painted."""
 CUT = """<style>
-#layers tbody tr:nth-child(n + 5), #layers details, #depth ~ section { display: none; }
+::-webkit-scrollbar { display: none; }
+nav, .readout, #outputs, #exports > :not(h2, h3, dl), #layers > :not(h2, .scroll),
+#layers :is(th, td):last-child, #layers tbody tr:nth-child(n + 5), #depth ~ section {
+  display: none;
+}
 </style></head>"""
-"""Only the first sections and the four worst layers are in the picture."""
-BROWSERS = ("chromium", "chromium-browser", "google-chrome")
-_SCHEMES = {"light": 1, "dark": 0}
-"""Chromium's numbers of the colour schemes."""
+"""Only figures, the four worst layers and one drawing are in the picture."""
+IS_DARK = "(prefers-color-scheme: dark)"
+HOLDS = {"light": "(max-width: 0)", "dark": "(min-width: 0)"}
+"""Stand for IS_DARK, by colour scheme."""
 
 
 def draw_report(target: Path) -> None:
@@ -39,15 +44,18 @@ def draw_report(target: Path) -> None:
 
     They have the same size, so that one replaces the other on a page.
     """
-    browser = _browser()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        report = _report(folder)
-        page = folder / "page.html"
-        page.write_text(report.replace("</head>", CUT, 1), "utf-8")
+        report = _report(folder).replace("</head>", CUT, 1)
+        pages = []
+        for scheme, holds in HOLDS.items():
+            page = folder / f"{scheme}.html"
+            page.write_text(report.replace(IS_DARK, holds), "utf-8")
+            pages.append(page)
+        _take_screenshots(pages)
         images = {}
         for scheme in FILES:
-            images[scheme] = _screenshot(browser, page, scheme)
+            images[scheme] = Image.open(folder / f"{scheme}.png").convert("RGB")
     height = max(_content_height(image) for image in images.values()) + MARGIN
     for scheme, image in images.items():
         picture = image.crop((0, 0, WIDTH, height)).quantize(COLOURS, dither=Image.Dither.NONE)
@@ -55,49 +63,38 @@ def draw_report(target: Path) -> None:
 
 
 def _report(folder: Path) -> str:
-    """Return the report of EfficientNet-Lite0 in int8, after calibration and test."""
-    shutil.copy(MODEL, folder)
-    config = CONFIG.read_text("utf-8").replace("../schemas", str(ROOT / "schemas"))
-    (folder / CONFIG.name).write_text(config, "utf-8")
-    quantizer = [sys.executable, "-m", "quantizer", "--model", MODEL.name, "-q"]
-    calib = [*quantizer, "--quant_mode", "calib", "--config_file", CONFIG.name]
-    test = [*quantizer, "--quant_mode", "test"]
-    # The report shows paths as they were given, so the commands run where the files are
-    for command in (calib, test):
-        subprocess.run(command, cwd=folder, check=True)
+    """Return the report of README's first run."""
+    for path in (*EXAMPLES.glob("mnist*"), EXAMPLES / "resnet.py"):
+        shutil.copy(path, folder)
+    command = [sys.executable, "-m", "quantizer", "run", "mnist.py", "--to", "onnx", "-q"]
+    # The report shows paths as they were given, so the command runs where the files are
+    subprocess.run(command, cwd=folder, check=True)
     return (folder / "quantize_result" / "report.html").read_text("utf-8")
 
 
-def _browser() -> str:
-    """Return the path of Chromium."""
-    for name in BROWSERS:
-        path = shutil.which(name)
-        if path is not None:
-            return path
-    raise SystemExit(f"docs/report.png needs a browser: install one of {', '.join(BROWSERS)}")
+def _take_screenshots(pages: list[Path]) -> None:
+    """Write a PNG beside each page."""
+    os.environ["QT_QPA_PLATFORM"] = "offscreen"
+    os.environ["QTWEBENGINE_CHROMIUM_FLAGS"] = "--no-sandbox --disable-gpu"
+    try:
+        from PyQt6.QtCore import QEventLoop, QTimer, QUrl
+        from PyQt6.QtWebEngineWidgets import QWebEngineView
+        from PyQt6.QtWidgets import QApplication
+    except ImportError as error:
+        text = f"docs/report.png needs a browser: pip install PyQt6-WebEngine ({error})"
+        raise SystemExit(text) from None
 
-
-def _screenshot(browser: str, page: Path, scheme: str) -> Image.Image:
-    """Return a page in one colour scheme."""
-    file = page.with_name(f"{scheme}.png")
-    command = [
-        browser,
-        "--headless",
-        "--no-sandbox",
-        "--disable-gpu",
-        "--no-first-run",
-        "--disable-background-networking",
-        "--disable-component-update",
-        "--disable-sync",
-        "--hide-scrollbars",
-        f"--user-data-dir={page.with_name('profile')}",
-        f"--window-size={WIDTH},{MAX_HEIGHT}",
-        f"--blink-settings=preferredColorScheme={_SCHEMES[scheme]}",
-        f"--screenshot={file}",
-        page.as_uri(),
-    ]
-    subprocess.run(command, check=True, capture_output=True, timeout=120)
-    return Image.open(io.BytesIO(file.read_bytes())).convert("RGB")
+    application = QApplication([sys.argv[0]])
+    view = QWebEngineView()
+    view.resize(WIDTH, MAX_HEIGHT)
+    view.show()
+    for page in pages:
+        painted = QEventLoop()
+        view.load(QUrl.fromLocalFile(str(page)))
+        QTimer.singleShot(WAIT_MS, painted.quit)
+        painted.exec()
+        view.grab().save(str(page.with_suffix(".png")))
+    del view, application
 
 
 def _content_height(image: Image.Image) -> int:

@@ -12,7 +12,9 @@ _HEAD = "| model | is run by | test |\n|---|---|---|\n"
 
 
 def with_table(readme: str, tests: Path) -> str:
-    """Return the README with a row for each mark `shows(model, engines)` of a test."""
+    """Return the README with a row for each mark `shows(model, engines)` of a test, trained
+    models first.
+    """
     before, _, rest = readme.partition(_START)
     _, _, after = rest.partition(_END)
     rows = []
@@ -20,7 +22,8 @@ def with_table(readme: str, tests: Path) -> str:
         name = path.relative_to(tests.parent).as_posix()
         for model, engines in _shown(path.read_text("utf-8")):
             rows.append(f"| {model} | {engines} | [{path.stem}]({name}) |\n")
-    return "".join([before, _START, _HEAD, *sorted(rows), _END, after])
+    rows.sort(key=lambda row: ("(random)" in row, row))
+    return "".join([before, _START, _HEAD, *rows, _END, after])
 
 
 def _shown(source: str) -> Iterator[tuple[str, str]]:

@@ -4,10 +4,9 @@ tests.
     quantizer --quant_mode calib --config_file configs/example.json --model examples/digits.py
     quantizer --quant_mode test --config_file configs/example.json --model examples/digits.py
 
-`quantizer demo` writes a copy of this example. The data are the 1797 digits of Alpaydin and
-Kaynak, "Optical Recognition of Handwritten Digits", UCI Machine Learning Repository, 1998 (CC
-BY 4.0): 1297 to train and calibrate on, 500 held out. `train_digits.py` wrote both files beside
-this one, the weights and the data.
+The data are the 1797 digits of Alpaydin and Kaynak, "Optical Recognition of Handwritten
+Digits", UCI Machine Learning Repository, 1998 (CC BY 4.0): 1297 to train and calibrate on, 500
+held out. `train_digits.py` wrote both files beside this one, the weights and the data.
 """
 
 from __future__ import annotations

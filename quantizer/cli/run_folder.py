@@ -13,7 +13,7 @@ import platform
 import sys
 import time
 import traceback
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import fields
 from itertools import pairwise
@@ -173,8 +173,6 @@ def _require_no_results(place: Path) -> None:
 WITHOUT_EFFECT = frozenset(
     [
         "quant_mode",
-        "output_dir",
-        "report_dir",
         "overwrite",
         "resume",
         "json",
@@ -190,34 +188,25 @@ WITHOUT_EFFECT = frozenset(
 )
 """Options that do not change results, and the mode, which comes first in a command."""
 ONLY_CHECKED = {
-    "calib": frozenset(["eval_data", "evaluate", "skip_len"]),
+    "calib": frozenset(["eval_data", "evaluate", "skip_len", "report_dir"]),
     "test": frozenset(["config_file", "fast_finetune", "dpu_accuracy"]),
 }
 """Options that a mode ignores, or only compares with the results."""
 
 
-def without_folders(word: str) -> str:
-    """Return an absolute path relative to the working directory, or only its name if it is
-    outside. Return other words unchanged.
+def from_here(word: str) -> str:
+    """Return an absolute path inside the working directory relative to it, and other words
+    unchanged.
 
-    >>> without_folders("net.json"), without_folders("random:8x3x32x32")
-    ('net.json', 'random:8x3x32x32')
-    >>> without_folders("/nowhere/here/net.py:small")
-    'net.py:small'
+    >>> from_here("random:8x3x32x32"), from_here(f"{Path.cwd() / 'net.py'}:small")
+    ('random:8x3x32x32', 'net.py:small')
     """
-    if not os.path.isabs(word):
-        return word
-    path = Path(word)
-    here = Path.cwd()
-    if path.is_relative_to(here):
-        return str(path.relative_to(here))
-    return path.name
+    return word.removeprefix(f"{Path.cwd()}{os.sep}")
 
 
 def words_of(options: Options) -> list[str]:
-    """Return the command of a run, with only the options that affect its results.
-
-    It has no absolute paths: see `without_folders`.
+    """Return the command of a run, with only the options that affect its results or name their
+    folder.
     """
     left_out = WITHOUT_EFFECT | ONLY_CHECKED[options.quant_mode]
     names = [name for name in RUN if name not in left_out]
@@ -230,7 +219,7 @@ def data_options(options: Options) -> dict[str, list[str]]:
     """
     values = {}
     for name in DATA_OPTIONS:
-        words = option_words(options, (name,), path_text=str)
+        words = option_words(options, (name,))
         if words:
             values[name] = words[1:]
     return values
@@ -245,9 +234,7 @@ def names_same_source(options: Options, command: Sequence[str]) -> bool:
     return named == option_words(options, ("model", "data"))
 
 
-def option_words(
-    options: Options, names: Collection[str], path_text: Callable[[str], str] = without_folders
-) -> list[str]:
+def option_words(options: Options, names: Collection[str]) -> list[str]:
     """Return the options of these names that differ from their defaults."""
     words = []
     shown = [entry.name for entry in fields(Options) if entry.name in names]
@@ -259,7 +246,7 @@ def option_words(
         for single in values:
             words.append("--to" if name == "deploy" else f"--{word_of(name)}")
             if single is not True:
-                words.append(path_text(str(single)))
+                words.append(from_here(str(single)))
     return words
 
 

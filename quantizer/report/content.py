@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import re
 import shlex
 from collections.abc import Iterator, Mapping
@@ -25,6 +26,7 @@ from quantizer.plan.resolve import NO_RULES
 from quantizer.plan.size import parameter_bytes
 from quantizer.plugins import loaded, plugins, remedy_for_absent
 from quantizer.report.distribution import TensorDistribution
+from quantizer.report.next_step import without_places
 from quantizer.report.tables import describe_spec, figures_by_tensor, finite_or_none
 from quantizer.results.folder import (
     ALGORITHMS_FILE,
@@ -390,9 +392,21 @@ def add_to_report(
 
 
 def _write(opened: OpenedResults, values: JsonMapping, html: str, folder: Path) -> None:
-    write_json(folder / REPORT_FILE, opened.with_checksum(values))
+    commands = [_without_places(command) for command in values["commands"]]
+    write_json(folder / REPORT_FILE, opened.with_checksum({**values, "commands": commands}))
     if html:
         write_text(folder / REPORT_PAGE, html)
+
+
+def _without_places(command: str) -> str:
+    """Return a command without the folder of its results, and with only the names of files
+    outside the working directory: equal runs have equal files.
+
+    >>> _without_places("quantizer merge a /b/c --model /d/m.py:small --output e")
+    'quantizer merge a c --model m.py:small'
+    """
+    words = without_places(shlex.split(command))
+    return shlex.join(Path(word).name if os.path.isabs(word) else word for word in words)
 
 
 def _page(values: JsonMapping) -> str:

@@ -12,7 +12,7 @@ from quantizer.config.json_types import JsonMapping
 from quantizer.config.roles import is_parameter
 from quantizer.declarations import DROP, RATIO, RISE
 from quantizer.evaluation.scores import MAX_RELATIVE_CHANGE
-from quantizer.plugins import commands, plugins
+from quantizer.plugins import commands
 
 CLOSE_DB = 30.0
 """Above this SQNR of the worst output, networks of 8 bits keep their accuracy."""
@@ -39,9 +39,11 @@ DATA_OPTIONS = (
     "device",
 )
 """The options about a model and its data that all commands of the next step take."""
+PLACES = ("output_dir", "report_dir", "output")
+"""The options about where results are written."""
 TEST_OPTIONS = ("eval_data", "evaluate", "skip_len")
 """Those of them that only test runs take."""
-_MAKE_CONFIG = "quantizer init --device DPU -o quantize_config.json"
+_MAKE_CONFIG = "quantizer init --preset dpu -o quantize_config.json"
 _GATE_MARGIN_DB = 3.0
 """By how much the SQNR may fall before a gate that the page proposes fails."""
 OptionValues = Mapping[str, Sequence[str]]
@@ -59,6 +61,12 @@ class NextStep:
 
     text: str
     commands: tuple[str, ...] = ()
+
+    @property
+    def line(self) -> str:
+        """The sentence with all commands."""
+        others = [f"`{command}`" for command in self.commands if command not in self.text]
+        return f"{self.text} {' and '.join(others)}".rstrip()
 
 
 def next_step(
@@ -110,11 +118,7 @@ def next_step(
         return NextStep(
             f"check in {config}; `quantizer.calibrate` with it{arguments} repeats this."
         )
-    calib, test = _modes(tested, ("subset_len", "skip_len") if skipped else ())
-    text = (
-        f"check in {config}; `quantizer {calib}` and `{test}` with a --gate repeat this in CI."
-    )
-    return NextStep(text, tuple(_repeating(tested)))
+    return NextStep(f"check in {config}, and repeat this in CI:", tuple(_repeating(tested)))
 
 
 def try_next(content: JsonMapping) -> NextStep:
@@ -128,7 +132,10 @@ def try_next(content: JsonMapping) -> NextStep:
         options["model"] = [PLACEHOLDER]
     config = options.get("config_file", [config])[0]
     if not content["metrics"]:
-        command = f"quantizer --quant_mode test {option_words(options)}"
+        for place in options_of(commands, PLACES).values():
+            options["output_dir"] = place
+        words = option_words(options, without=("config_file",))
+        command = f"quantizer --quant_mode test {words}"
         return NextStep("test mode measures what quantization costs.", (command,))
     widths = [
         row["bits"]
@@ -146,26 +153,6 @@ def try_next(content: JsonMapping) -> NextStep:
     )
 
 
-def _modes(tested: JsonMapping, names: Collection[str]) -> Iterator[str]:
-    """Yield the options for calib and for test mode, with those of some names, and with those
-    that choose which layers stay in float.
-    """
-    shown: dict[str, dict[str, list[str]]] = {"calib": {}, "test": {}}
-    for command in tested.get("commands", ()):
-        options = _options_of_command(command)
-        needed = set(names)
-        for plugin in plugins():
-            for target in plugin.targets.values():
-                for option in target.options:
-                    # A file that leaves layers in float has figures of its own
-                    if set(options.get(option.name, ())) & set(option.alone):
-                        needed |= {"to", "deploy", option.name}
-        for mode in options.get("quant_mode", ()):
-            shown[mode] = {name: options[name] for name in options if name in needed}
-    for mode in ("calib", "test"):
-        yield option_words({"quant_mode": [mode], **shown[mode]})
-
-
 def option_words(options: OptionValues, without: Collection[str] = ()) -> str:
     """Return options as a command has them, but those of some names.
 
@@ -177,6 +164,17 @@ def option_words(options: OptionValues, without: Collection[str] = ()) -> str:
         if name not in without:
             words += [f"--{name}", *values]
     return shlex.join(words)
+
+
+def without_places(words: Sequence[str]) -> list[str]:
+    """Return the words of a command without the options about where results are written."""
+    kept: list[str] = []
+    for word in words:
+        if kept and kept[-1].removeprefix("--") in PLACES:
+            kept.pop()
+        else:
+            kept.append(word)
+    return kept
 
 
 def _options_of_command(command: str) -> dict[str, list[str]]:
@@ -191,8 +189,11 @@ def _options_of_command(command: str) -> dict[str, list[str]]:
     return options
 
 
-def options_of(commands: Sequence[str]) -> dict[str, list[str]]:
-    """Return the options of commands that say which config, model and data to use.
+def options_of(
+    commands: Sequence[str], names: Collection[str] = ("config_file", "model", *DATA_OPTIONS)
+) -> dict[str, list[str]]:
+    """Return the options of commands that say which config, model and data to use, or those of
+    other names.
 
     >>> options_of(
     ...     [
@@ -205,7 +206,6 @@ def options_of(commands: Sequence[str]) -> dict[str, list[str]]:
     values: dict[str, list[str]] = {}
     for command in commands:
         values = {**_options_of_command(command), **values}
-    names = ("config_file", "model", *DATA_OPTIONS)
     return {name: values[name] for name in names if name in values}
 
 

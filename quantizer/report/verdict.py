@@ -238,7 +238,7 @@ def _next_step(facts: VerdictFacts) -> str:
         not_met=facts.not_met,
         weight_bits=facts.weight_bits,
         improvement=facts.improvement,
-    ).text
+    ).line
 
 
 def plan_table(plan: Plan, view: TableView) -> Listing:

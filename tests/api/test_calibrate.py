@@ -4,7 +4,6 @@ sentences.
 
 from __future__ import annotations
 
-import filecmp
 import json
 import logging
 import sys
@@ -18,6 +17,7 @@ import torch
 from support.configs import document
 from support.runs import calibrate as at_the_shell
 from support.runs import check as check_at_the_shell
+from support.runs import differing
 from torch import Tensor, nn
 
 import quantizer
@@ -100,15 +100,6 @@ def test_equalization_is_the_same_switch_in_both_forms(network: nn.Module, data:
         quantizer.calibrate(
             network, Config(weight, pre_quant_opt_config=CLEConfig(cle_steps=3)), data
         )
-
-
-def differing(one: Path, other: Path) -> set[str]:
-    """Files of two result folders that are not the same bytes."""
-    names = {
-        path.name for folder in (one, other) for path in folder.iterdir() if path.is_file()
-    }
-    _, mismatch, missing = filecmp.cmpfiles(one, other, names, shallow=False)
-    return (set(mismatch) | set(missing)) - {"run.json", "run.log", ".quantizer.json"}
 
 
 def test_a_budget_of_memory_changes_no_result(

@@ -4,7 +4,6 @@ refusals.
 
 from __future__ import annotations
 
-import filecmp
 import importlib.util
 import json
 import re
@@ -19,7 +18,7 @@ from support import fresh_processes, stand_ins
 from support.configs import document
 from support.extended import extended
 from support.fresh_processes import QUANTIZER
-from support.runs import ROOT, calibrate, check
+from support.runs import ROOT, calibrate, check, differing
 
 from quantizer import GPTQConfig, SmoothQuantConfig
 from quantizer.calibration.events import RunStage
@@ -116,15 +115,6 @@ def config(
 def info_of(folder: Path) -> dict[str, Any]:
     found: dict[str, Any] = json.loads((folder / "quant_info.json").read_text())
     return found
-
-
-def differing(one: Path, other: Path) -> set[str]:
-    """Files of two folders that are not the same, but for those that say when a run was."""
-    names = {
-        path.name for folder in (one, other) for path in folder.iterdir() if path.is_file()
-    }
-    _, mismatch, missing = filecmp.cmpfiles(one, other, names, shallow=False)
-    return (set(mismatch) | set(missing)) - {"run.json", "run.log", ".quantizer.json"}
 
 
 def summary(folder: Path) -> str:

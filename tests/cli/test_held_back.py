@@ -67,11 +67,9 @@ def test_a_run_holds_the_last_quarter_back_and_says_how_to_repeat_it(
     assert judged_on("one") == {"samples": held_back, "skipped": first, "text": text}
     step = printed.out.splitlines()[-1]
     calib, test = step.split("`")[1:4:2]
-    more = ["--model", model, "-q", "--output_dir", "two"]
-    config = ["--config_file", "one/quantize_config.json"]
-    assert run_command([*shlex.split(calib)[1:], *config, *more]) == 0
-    assert run_command([*shlex.split(test), *more, "--deploy", "safetensors"]) == 0
-    for name in ("report.json", "quant_info.json", "layers.csv"):
+    for command in (calib, test):
+        assert run_command([*shlex.split(command)[1:], "-q", "--output_dir", "two"]) == 0
+    for name in ("quant_info.json", "layers.csv"):
         assert Path("one", name).read_bytes() == Path("two", name).read_bytes(), name
 
 

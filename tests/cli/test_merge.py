@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 from support.extended import extended
-from test_ranks import MODEL, calib, config_file, differing
+from support.runs import differing
+from test_ranks import MODEL, calib, config_file
 
 from quantizer.cli.main import run_command
 

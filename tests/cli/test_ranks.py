@@ -4,7 +4,6 @@ or is lost.
 
 from __future__ import annotations
 
-import filecmp
 import json
 import os
 import re
@@ -22,6 +21,7 @@ import torch
 from support.configs import document, layer
 from support.extended import extended, extended_except
 from support.forked import run_ranks
+from support.runs import differing
 
 from quantizer.algorithms.equalization import powers_of_two
 from quantizer.calibration.events import RunStage
@@ -174,15 +174,6 @@ def calib(net: str, config: str, folder: Path, *more: str) -> list[str]:
         str(folder),
         *more,
     ]
-
-
-def differing(one: Path, other: Path) -> set[str]:
-    """Files that are not the same, but for those that say how a run was."""
-    names = {
-        path.name for folder in (one, other) for path in folder.iterdir() if path.is_file()
-    }
-    _, mismatch, missing = filecmp.cmpfiles(one, other, names, shallow=False)
-    return (set(mismatch) | set(missing)) - {"run.json", "run.log", ".quantizer.json"}
 
 
 def stopping(number: int, batches: int, act: Callable[[], Any]) -> Callable[[int], None]:

@@ -14,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from support.configs import document
-from support.runs import ROOT
+from support.runs import ROOT, page_without_place
 
 import quantizer
 from quantizer.cli.arguments.options import RUN, TARGET_OPTIONS, Options, word_of
@@ -97,12 +97,13 @@ def filled(folder: Path) -> Path:
 
 def written(folder: Path) -> dict[str, bytes]:
     """The files of a result folder that are the same in equal runs. The speed of an exported
-    file is measured, so it differs.
+    file is measured, so it differs. So does the folder in the commands of the page.
     """
     files = [path for path in folder.rglob("*") if path.is_file()]
     names = {str(path.relative_to(folder)): path.read_bytes() for path in files}
     for name in ("run.json", "run.log", ".quantizer.json"):
         names.pop(name, None)
+    names["report.html"] = page_without_place(folder / "report.html")
     report = json.loads(names["report.json"])
     speeds = [export.pop("speed", None) for export in report["exports"]]
     if any(speeds):

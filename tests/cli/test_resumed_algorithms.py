@@ -4,7 +4,6 @@ same bytes as in one run in memory.
 
 from __future__ import annotations
 
-import filecmp
 import json
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ from typing import Any
 import pytest
 from support.configs import document
 from support.extended import extended, extended_except
-from support.runs import calibrate
+from support.runs import calibrate, differing
 from torch import Tensor
 
 from quantizer.calibration.events import RunStage
@@ -67,15 +66,6 @@ RUNS = extended_except(
 
 class KilledError(Exception):
     """The process dies here."""
-
-
-def differing(one: Path, other: Path) -> set[str]:
-    """Files that are not the same, but for those that say when a run was."""
-    names = {
-        path.name for folder in (one, other) for path in folder.iterdir() if path.is_file()
-    }
-    _, mismatch, missing = filecmp.cmpfiles(one, other, names, shallow=False)
-    return (set(mismatch) | set(missing)) - {"run.json", "run.log", ".quantizer.json"}
 
 
 def written(folder: Path, names: tuple[str, ...]) -> dict[str, str]:

@@ -15,7 +15,8 @@ import pytest
 import torch
 from support.configs import document, layer
 from support.extended import extended
-from test_ranks import MODEL, calib, config_file, differing
+from support.runs import differing
+from test_ranks import MODEL, calib, config_file
 from torch import nn
 
 import quantizer

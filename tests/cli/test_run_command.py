@@ -66,7 +66,7 @@ def test_one_call_leaves_a_config_results_a_report_and_a_verified_file(
     assert lines[-1].startswith("Next: check in quantize_result/quantize_config.json")
     assert Path("quantize_result/export/Sequential.onnx").is_file()
     report = json.loads(Path("quantize_result/report.json").read_text())
-    assert f"Next: {try_next(report).text}" == lines[-1]
+    assert f"Next: {try_next(report).line}" == lines[-1]
     assert report["gates"] == {"sqnr_db>=10": True, "onnx_int8_share>=0.5": True}
     (file,) = report["exports"]
     assert (file["file"], file["kernels"]["share"]) == ("Sequential.onnx", 1.0)
@@ -106,7 +106,7 @@ def test_the_next_command_reads_the_data_of_the_run(
     told = lines_of(capsys)[-1]
     assert " --subset_len 9 --seed 4 --apply` finds" in told
     report = json.loads(Path("quantize_result/report.json").read_text())
-    assert f"Next: {try_next(report).text}" == told
+    assert f"Next: {try_next(report).line}" == told
     assert report["exports"] == []
 
 

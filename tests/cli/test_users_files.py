@@ -287,12 +287,12 @@ def test_a_demo_that_was_stopped_is_completed(tmp_path: Path) -> None:
     place = tmp_path / "demo"
     assert run_command(["demo", str(place)]) == 0
     complete = contents(place)
-    (place / "digits_data.safetensors").unlink()
+    (place / "mnist_data.safetensors").unlink()
     assert run_command(["demo", str(place)]) == 0
     assert contents(place) == complete
-    (place / "digits.py").write_text("mine")
+    (place / "mnist.py").write_text("mine")
     assert run_command(["demo", str(place)]) == 2
-    assert (place / "digits.py").read_text() == "mine"
+    assert (place / "mnist.py").read_text() == "mine"
 
 
 STOPPED = """

@@ -5,7 +5,6 @@ as it is written.
 from __future__ import annotations
 
 import json
-import os
 import re
 import shlex
 import shutil
@@ -15,7 +14,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from support.checkouts import copied_checkout
 from support.pages import commands_of
 from support.site import SITE_PAGES, with_links
 
@@ -178,57 +176,6 @@ def test_a_schema_has_the_address_that_configs_and_the_page_on_editors_name(name
     assert schema["$id"] == f"{site}schemas/{name}.schema.json"
     if name != "quantization_spec":
         assert schema["$id"] in (DOCS / "editors.md").read_text("utf-8")
-
-
-@pytest.mark.real
-@pytest.mark.shows("a ResNet of 78 thousand parameters on digits", "ONNX Runtime")
-def test_the_first_screen_of_the_readme_runs_in_an_empty_environment(tmp_path: Path) -> None:
-    if not (ROOT / ".git").exists():
-        pytest.skip("git says which files belong to the checkout")
-    commands, shown = re.findall(
-        r"^```\n(.*?)^```$", (ROOT / "README.md").read_text("utf-8"), re.S | re.M
-    )[:2]
-    assert commands.startswith("pip install ")
-    # After a release, the index has other files than the checkout
-    commands = commands.replace("'quantizer-torch[onnx]'", "'.[onnx]'")
-    copied_checkout(tmp_path / "clone")
-    environment = tmp_path / "environment"
-    subprocess.run([sys.executable, "-m", "venv", environment], check=True)
-    variables = {**os.environ, "PATH": f"{environment / 'bin'}:{os.environ['PATH']}"}
-    variables.pop("PYTHONPATH", None)
-    # Where the index of torch cannot be reached, pip takes the other ones of its configuration
-    variables["PIP_RETRIES"] = "0"
-
-    def shell(script: str, folder: Path, code: int = 0) -> str:
-        done = subprocess.run(
-            ["bash", "-e", "-c", script],
-            cwd=folder,
-            env=variables,
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        assert done.returncode == code, done.stdout + done.stderr
-        return done.stdout + done.stderr
-
-    printed = shell(commands, tmp_path / "clone")
-    torch = shell("python -c 'import torch; print(torch.version.cuda)'", tmp_path)
-    assert torch == "None\n", "a build for a CPU"
-    llama = tmp_path / "clone" / "llama"
-    llama.mkdir()
-    (llama / "config.json").write_text('{"architectures": ["Tiny"]}')
-    refused = f"quantizer run {llama} --to w4"
-    assert "help: pip install '.[llm]'\n" in shell(refused, tmp_path / "clone", 3)
-    clone = (tmp_path / "clone").resolve()
-    assert f"help: pip install '{clone}[llm]'\n" in shell(refused, tmp_path, 3)
-    for line in shown.splitlines():
-        stable = re.sub(r"; [\d.]+x .*", " …", line)
-        words = re.sub(
-            r"[\d.]+", r"[\\d.]+", re.escape(stable.removesuffix(" …")).replace(r"\.", ".")
-        )
-        assert re.search(words, printed), f"{line}: processors differ in digits alone"
-    (decibels,) = re.findall(r"\(SQNR ([\d.]+) dB\)", printed)
-    assert float(decibels) == pytest.approx(39.9, abs=0.3)
 
 
 @pytest.mark.real

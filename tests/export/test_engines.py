@@ -219,7 +219,8 @@ def sqnr_db(expected: Sequence[Tensor], outputs: Sequence[object]) -> list[float
 
 @pytest.mark.real
 @pytest.mark.shows(
-    "a ViT, LSTM and GRU, transposed convolutions", "ONNX Runtime, OpenVINO, the ONNX reference"
+    "ViT, LSTM, GRU, transposed convolutions (random)",
+    "ONNX Runtime, OpenVINO, the ONNX reference",
 )
 @pytest.mark.parametrize("name", extended_except(NETWORKS, *USUAL))
 def test_all_engines_compute_what_test_mode_does(name: str, tmp_path: Path) -> None:

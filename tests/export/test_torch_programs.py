@@ -328,7 +328,7 @@ def test_integers_that_no_consumer_takes_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.real
-@pytest.mark.shows("a convolutional network", "torch.compile (Inductor)")
+@pytest.mark.shows("a convolutional network (random)", "torch.compile (Inductor)")
 @pytest.mark.filterwarnings("ignore:.*")  # torch's compiler uses what torch has deprecated
 @pytest.mark.parametrize("bits", ["8 bits", *extended("4 bits")])
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch's compiler needs it")

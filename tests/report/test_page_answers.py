@@ -141,7 +141,7 @@ def test_the_next_step_is_that_of_the_terminal(content: dict[str, Any]) -> None:
     )
     for sqnr_db in (CLOSE_DB + 1, CLOSE_DB - 1):
         with_sqnr(content, sqnr_db)
-        assert f"Next: {try_next(content).text}" == verdict(facts)[-1]
+        assert f"Next: {try_next(content).line}" == verdict(facts)[-1]
     assert try_next(content).commands == (
         "quantizer analyze --tensors --config_file a/net.json --model net.py --seed 3",
     )
@@ -176,7 +176,7 @@ def test_without_a_config_the_next_command_writes_one(content: dict[str, Any]) -
 def test_a_calibration_alone_asks_for_a_test(content: dict[str, Any]) -> None:
     content["metrics"] = {}
     (command,) = try_next(content).commands
-    assert command.startswith("quantizer --quant_mode test --config_file a/net.json")
+    assert command == "quantizer --quant_mode test --model net.py --seed 3"
 
 
 def test_twenty_decibels_are_low_for_8_bits_and_usual_for_4(content: dict[str, Any]) -> None:

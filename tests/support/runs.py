@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import filecmp
+import re
 from pathlib import Path
 
 from quantizer.cli.main import run_command
@@ -35,6 +37,27 @@ def calibrate(
             *more,
         ]
     )
+
+
+def page_without_place(page: Path) -> bytes:
+    """Return a report.html whose commands do not say where the results and other files are."""
+    content = re.sub(rb" --(output|output_dir|report_dir) [^\s<]+", b"", page.read_bytes())
+    return re.sub(rb"(?<= )/[\w./-]+/", b"", content)
+
+
+def differing(one: Path, other: Path) -> set[str]:
+    """Return the files of two result folders that are not the same, but for those that say how
+    a run was, and for the folder in the commands of the pages.
+    """
+    names = {
+        path.name for folder in (one, other) for path in folder.iterdir() if path.is_file()
+    }
+    _, mismatch, missing = filecmp.cmpfiles(one, other, names, shallow=False)
+    found = {*mismatch, *missing} - {"run.json", "run.log", ".quantizer.json"}
+    page = "report.html"
+    if page in mismatch and page_without_place(one / page) == page_without_place(other / page):
+        found.remove(page)
+    return found
 
 
 def check(folder: Path, *more: str, model: str = DIGITS) -> int:

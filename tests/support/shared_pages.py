@@ -1,14 +1,17 @@
 """One rendering of report.html for all equal reports of a test process: it takes a tenth of a
-small calibration. The page is a function of the values of report.json, which are the key.
+small calibration. The page is a function of the values of report.json, which are the key, with
+the folder of the results in its commands.
 """
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 
 from quantizer.config.json_types import JsonMapping
 
+PLACE = "/PLACE/OF/THE/RESULTS"
 Render = Callable[[JsonMapping], str]
 
 
@@ -21,7 +24,10 @@ class SharedPages:
 
     def __call__(self, content: JsonMapping) -> str:
         """Return what `render` would."""
-        key = json.dumps(content)
+        commands = " ".join(content.get("commands", ()))
+        places = re.findall(r"--output_dir (/[\w/.-]+)", commands)
+        place = places[0] if places else PLACE
+        key = json.dumps(content).replace(place, PLACE)
         if key not in self.pages:
-            self.pages[key] = self.render(content)
-        return self.pages[key]
+            self.pages[key] = self.render(json.loads(key))
+        return self.pages[key].replace(PLACE, place)

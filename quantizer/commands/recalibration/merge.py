@@ -16,10 +16,10 @@ from quantizer.cli.arguments.grouped_command import command
 from quantizer.cli.arguments.options import Options, option, takes
 from quantizer.cli.arguments.places import PathType, from_start
 from quantizer.cli.run_folder import (
+    from_here,
     log_run,
     option_words,
     read_commands,
-    without_folders,
     write_calibration,
 )
 from quantizer.cli.terminal.follow import run_display
@@ -133,9 +133,10 @@ def _merge(places: list[Path], folder: Path, options: Options) -> Outcome:
             kept=first.solution.kept,
         )
         state = steps.run_calibration(request)
-        # Only the options that affect the results
+        # Only the options that affect the results or name their folder
         words = option_words(options, ("model", "weights", "trust"))
-        merged = [without_folders(str(place)) for place in places]
+        merged = [from_here(str(place)) for place in places]
+        words += ["--output", from_here(str(options.output))]
         command = ("merge", ["quantizer", "merge", *merged, *words])
         write_calibration(folder, request, state, original, command=command, origins=origins)
     tensors = len(state.plan.tensors)

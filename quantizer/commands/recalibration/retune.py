@@ -10,7 +10,7 @@ import click
 from quantizer.cli.arguments.grouped_command import command
 from quantizer.cli.arguments.options import TABLE, Options, option, takes
 from quantizer.cli.arguments.places import PathType, from_start, layers_of_results, write_output
-from quantizer.cli.run_folder import remember
+from quantizer.cli.run_folder import from_here, remember
 from quantizer.cli.terminal import output
 from quantizer.cli.terminal.output import view_of
 from quantizer.commands.recalibration.calibrated_folder import CalibratedFolder
@@ -24,6 +24,7 @@ from quantizer.errors import UsageError
 from quantizer.observers import BATCH_STATISTICS
 from quantizer.printable import json_text
 from quantizer.report.content import write_report
+from quantizer.report.next_step import without_places
 from quantizer.results.folder import open_written
 from quantizer.results.result_set import locked, locked_as_opened, require_result_folder
 from quantizer.results.write import check_owner, require_expendable
@@ -150,7 +151,9 @@ def _write(
         if calib_command is not None:
             # A calibration with the changed config has the same result.
             name = Path(result.config.source).name
-            commands = remember(opened, "calib", _with_config(calib_command, name))
+            words = _with_config(without_places(calib_command), name)
+            words += ["--output_dir", from_here(str(target))]
+            commands = remember(opened, "calib", words)
         write_report(opened, commands=commands)
 
 

@@ -36,8 +36,8 @@ from quantizer.errors import UsageError
 from quantizer.export.destinations import DESTINATIONS, destination_named
 from quantizer.storage.replacing import replace_file
 
-_MODEL = "digits.py"
-_FILES = (_MODEL, "resnet.py", "digits.safetensors", "digits_data.safetensors")
+_MODEL = "mnist.py"
+_FILES = (_MODEL, "resnet.py", "mnist.safetensors", "mnist_data.safetensors")
 """The example: the model's file, the module it imports, its weights and its data."""
 
 
@@ -69,7 +69,7 @@ def demo(folder: str) -> None:
     except OSError as error:
         raise UsageError(f"{place} cannot be written: {error.strerror or error}") from None
     click.echo(
-        f"wrote {place}: {_MODEL} is a network that reads 8x8 digits; its weights and its data "
+        f"wrote {place}: {_MODEL} is a network that reads digits; its weights and its data "
         f"are next to it. Try:\n\n  cd {place}"
     )
     for name, destination in DESTINATIONS.items():
