@@ -170,7 +170,7 @@ def test_without_a_config_the_next_command_writes_one(content: dict[str, Any]) -
         command.replace(" --config_file a/net.json", "") for command in content["commands"]
     ]
     (command,) = try_next(content).commands
-    assert command == "quantizer init --device DPU -o quantize_config.json"
+    assert command == "quantizer init --preset dpu -o quantize_config.json"
 
 
 def test_a_calibration_alone_asks_for_a_test(content: dict[str, Any]) -> None:
