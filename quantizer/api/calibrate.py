@@ -6,7 +6,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from torch import nn
 
@@ -59,8 +59,8 @@ def calibrate(
     batch_size: int | None = None,
     subset_len: int | None = None,
     seed: int = 0,
-    fast_finetune: str | None = None,
-    dpu_accuracy: str | None = None,
+    fast_finetune: Literal["adaround", "adaquant"] | str | None = None,
+    dpu_accuracy: Literal["high"] | str | None = None,
     dynamic: str | None = None,
     folder: str | os.PathLike[str] | None = None,
     resume: bool = False,

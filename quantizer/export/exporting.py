@@ -236,6 +236,21 @@ def _make_program(graph: Graph, batch: Batch) -> None:
     float_program(Deployment(graph, Solution({}), *call))
 
 
+def figures_of_file(target: str, verified: Verification) -> dict[str, float]:
+    """Return the figures of a verified file that gates may be about, by name.
+
+    Args:
+        target: the name of its target.
+        verified: its comparison with test mode.
+    """
+    figures: dict[str, float] = {}
+    kernels = verified.used_kernels
+    if kernels is not None:
+        shares = zip(EXPORTERS[target].int8_metrics, kernels.shares, strict=True)
+        figures |= {name: share for name, share in shares if share is not None}
+    return figures
+
+
 def export_summary(target: str, path: Path, verified: Verification) -> dict[str, Any]:
     """Return the facts about a verified file, as report.json has them.
 

@@ -9,7 +9,12 @@ import torch
 
 import quantizer
 from quantizer.cli.arguments.options import RAISING, Options
-from quantizer.cli.modes.gates import (
+from quantizer.cli.terminal import output, process
+from quantizer.cli.terminal.output import Outcome
+from quantizer.cli.terminal.screen import notes_on_stderr
+from quantizer.distributed import ALONE, Ranks, require_alike
+from quantizer.errors import GateError, UsageError
+from quantizer.export.gates import (
     Gate,
     failed_gates,
     gate_lines,
@@ -17,11 +22,6 @@ from quantizer.cli.modes.gates import (
     parse_gate,
     require_known,
 )
-from quantizer.cli.terminal import output, process
-from quantizer.cli.terminal.output import Outcome
-from quantizer.cli.terminal.screen import notes_on_stderr
-from quantizer.distributed import ALONE, Ranks, require_alike
-from quantizer.errors import GateError, UsageError
 from quantizer.export.targets import require_choices
 from quantizer.storage import process_memory
 from quantizer.torch_state import seed_everything

@@ -15,18 +15,6 @@ from quantizer.calibration.events import ForkedEvents, RankChecks
 from quantizer.cli import session
 from quantizer.cli.arguments.options import RAISING, Options
 from quantizer.cli.arguments.places import from_start
-from quantizer.cli.modes.gates import (
-    Gate,
-    failed_gates,
-    held_gates,
-    never_measured_metrics,
-    not_measured_by_targets,
-    parse_gate,
-    require_known_names,
-    require_known_parts,
-    require_measured,
-    require_products,
-)
 from quantizer.cli.run_folder import names_same_source, remember, report_place, words_of
 from quantizer.cli.terminal.follow import progress
 from quantizer.cli.terminal.output import (
@@ -41,6 +29,18 @@ from quantizer.distributed import ALONE, Ranks, require_alike
 from quantizer.errors import GateError, UsageError
 from quantizer.evaluation.compare import same_in_each_pass
 from quantizer.evaluation.scores import Scores, score
+from quantizer.export.gates import (
+    Gate,
+    failed_gates,
+    held_gates,
+    never_measured_metrics,
+    not_measured_by_targets,
+    parse_gate,
+    require_known_names,
+    require_known_parts,
+    require_measured,
+    require_products,
+)
 from quantizer.export.targets import FOLDER, layer_choosing_option
 from quantizer.graph.ir import Graph
 from quantizer.report import tables
@@ -89,7 +89,7 @@ def run_test(
     evaluator = session.evaluator_of(options, loaded)
     gates = [parse_gate(text) for text in options.gate]
     if evaluator is None:
-        require_known_names(gates, options)
+        require_known_names(gates, options.deploy, exact=options.exact)
         if loaded.evaluate is not None:
             _logger.warning(
                 "evaluate() is not called: the data are synthetic. Give --eval_data, or "
@@ -230,7 +230,9 @@ class _TestRun:
 
         def check(metrics: Collection[str]) -> None:
             directions = BY_NAME if self.evaluator is None else self.evaluator.directions
-            require_known_names(self.gates, options, metrics, directions)
+            require_known_names(
+                self.gates, options.deploy, metrics, directions, exact=options.exact
+            )
 
         return score(
             calibrated,

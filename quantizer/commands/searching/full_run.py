@@ -16,17 +16,6 @@ from quantizer.cli.arguments.options import Options
 from quantizer.cli.arguments.places import as_typed, from_start
 from quantizer.cli.modes.calib_mode import run_calib, with_remedy
 from quantizer.cli.modes.float_mode import with_float_metrics
-from quantizer.cli.modes.gates import (
-    Gate,
-    about_networks,
-    failed_gates,
-    not_measured_by_targets,
-    parse_gate,
-    require_known_names,
-    require_known_parts,
-    require_measured,
-    require_products,
-)
 from quantizer.cli.modes.run_mode import require_met
 from quantizer.cli.modes.test_mode import run_test
 from quantizer.cli.terminal import output
@@ -53,8 +42,19 @@ from quantizer.export.destinations import (
     in_words_of_run,
     preset_for,
 )
+from quantizer.export.gates import (
+    Gate,
+    about_networks,
+    failed_gates,
+    not_measured_by_targets,
+    parse_gate,
+    require_known_names,
+    require_known_parts,
+    require_measured,
+    require_products,
+)
 from quantizer.export.layer_choice import DEPLOY_FILE, asks_for_floats
-from quantizer.export.refusals import layers_to_leave, require_extras, require_model
+from quantizer.export.refusals import require_extras, require_model
 from quantizer.export.sized_widths import SizedRun, require_sized
 from quantizer.export.targets import EXPORTERS, FOLDER, require_choices
 from quantizer.export.value_names import require_fitting_names
@@ -185,7 +185,7 @@ def _require_checkable(
         UsageError: there is no metric of a gate.
     """
     if session.evaluator_of(options, opened.loaded) is None:
-        require_known_names(gates, options)
+        require_known_names(gates, options.deploy)
     if session.evaluates_on_synthetic(options, opened.loaded):
         example = opened.batches.for_shapes().first()
         require_measured(gates, not_measured_by_targets(example))
@@ -309,6 +309,7 @@ def config_of_run(
     """Return the path of the run's config, and print what was fitted if it is a new one."""
     data = watched_data(options, opened.batches, graph)
     sized = SizedRun(opened.loaded.module, graph, data, say_note)
-    to_leave = layers_to_leave(target, options.target_choices)
     folder = from_start(options.output_dir)
-    return str(config_file(folder, made_for, sized, to_leave, overwrite=options.overwrite))
+    choices = options.target_choices
+    path = config_file(folder, made_for, sized, target, choices, overwrite=options.overwrite)
+    return str(path)

@@ -24,14 +24,6 @@ from quantizer.cli import session
 from quantizer.cli.arguments.options import Options
 from quantizer.cli.arguments.places import from_start
 from quantizer.cli.modes.calib_mode import with_remedy
-from quantizer.cli.modes.gates import (
-    Gate,
-    failed_gates,
-    gate_lines,
-    held_gates,
-    require_known,
-    require_known_names,
-)
 from quantizer.cli.run_folder import data_options, log_run
 from quantizer.cli.terminal.follow import progress, run_display
 from quantizer.cli.terminal.output import Outcome, metric_lines
@@ -60,6 +52,14 @@ from quantizer.evaluation.scores import Scores, in_pairs, log_warnings, measure
 from quantizer.export.agreement import Verification
 from quantizer.export.destinations import DESTINATIONS
 from quantizer.export.exporting import export_modules, export_summary
+from quantizer.export.gates import (
+    Gate,
+    failed_gates,
+    gate_lines,
+    held_gates,
+    require_known,
+    require_known_names,
+)
 from quantizer.export.refusals import planned_refusals, refuse
 from quantizer.export.saved_modules import save_verified
 from quantizer.export.targets import EXPORTERS, FOLDER, checked_target
@@ -260,7 +260,7 @@ class RunOnModules:
         model = self.opened.loaded.module
         evaluator = session.evaluator_of(options, self.opened.loaded)
         if evaluator is None:
-            require_known_names(self.gates, options)
+            require_known_names(self.gates, options.deploy)
         read = session.read_config_file(options.config_file)
         require_weights_only(model, read.config, self.error)
         stored = {}
@@ -335,7 +335,7 @@ class RunOnModules:
 
         def check(metrics: Collection[str]) -> None:
             directions = BY_NAME if evaluator is None else evaluator.directions
-            require_known_names(self.gates, options, metrics, directions)
+            require_known_names(self.gates, options.deploy, metrics, directions)
 
         events = progress(quiet=options.quiet)
         scores = pair.scores(batches, events, function=evaluator, check=check)

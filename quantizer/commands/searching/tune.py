@@ -13,13 +13,6 @@ from quantizer.cli import session
 from quantizer.cli.arguments.grouped_command import command
 from quantizer.cli.arguments.options import MODEL, Options, takes
 from quantizer.cli.arguments.places import from_start
-from quantizer.cli.modes.gates import (
-    Gate,
-    gate_lines,
-    parse_gate,
-    require_known_names,
-    require_known_parts,
-)
 from quantizer.cli.modes.run_mode import require_met
 from quantizer.cli.terminal import output, process
 from quantizer.cli.terminal.follow import one_display
@@ -34,6 +27,13 @@ from quantizer.commands.searching.tuned_run import (
 )
 from quantizer.config.load import load_config
 from quantizer.errors import UsageError
+from quantizer.export.gates import (
+    Gate,
+    gate_lines,
+    parse_gate,
+    require_known_names,
+    require_known_parts,
+)
 from quantizer.export.refusals import require_extras
 from quantizer.printable import json_text
 from quantizer.results.result_set import locked, require_result_folder
@@ -114,7 +114,7 @@ def _tune(options: TuneOptions, gates: Sequence[Gate]) -> TunedRun:
     if opened.batches.stands_in:
         raise session.missing_data()
     if session.evaluator_of(options, opened.loaded) is None:
-        require_known_names(gates, options)
+        require_known_names(gates, options.deploy)
     require_known_parts(gates, opened.graph)
     with locked(folder):
         check_owner(folder, opened.graph.model, overwrite=options.overwrite)

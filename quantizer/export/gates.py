@@ -2,14 +2,11 @@
 metrics that a test cannot measure, before any network runs.
 """
 
-import math
 import operator
 import re
-import sys
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from quantizer.cli.arguments.options import Options
 from quantizer.comparison.output_figures import ROWS_KEPT, WORST_SAMPLES, metric_names
 from quantizer.config.wording import did_you_mean
 from quantizer.declarations import DROP
@@ -105,33 +102,6 @@ class Gate:
         require_known([self], metrics)
         return _COMPARE[self.comparison](metrics[self.metric], self.bound)
 
-    def is_missed_by_float(self, metrics: Mapping[str, float]) -> bool:
-        """Return whether the float network does not fulfil the gate either.
-
-        >>> parse_gate("top1>=0.9").is_missed_by_float({"top1": 0.7, "top1_float": 0.8})
-        True
-        """
-        value = metrics.get(f"{self.metric}_float")
-        if value is None:
-            return False
-        compare = _COMPARE[self.comparison]
-        return not compare(value, self.bound)
-
-    def shortfall(self, metrics: Mapping[str, float]) -> float:
-        """Return how far the metric is from the bound, relative to the bound: 0 if the gate
-        holds, infinity without a figure.
-
-        >>> parse_gate("sqnr_db>=20").shortfall({"sqnr_db": 15.0})
-        0.25
-        """
-        value = metrics.get(self.metric, math.nan)
-        if math.isnan(value):
-            return math.inf
-        if self.holds(metrics):
-            return 0.0
-        distance = abs(value - self.bound) / (abs(self.bound) or 1.0)
-        return max(distance, sys.float_info.min)
-
 
 def parse_gate(text: str, option: str = "--gate") -> Gate:
     """Return the gate of a text.
@@ -205,32 +175,40 @@ def require_measured(gates: Iterable[Gate], not_measured: Mapping[str, str]) -> 
 
 
 def names_in_test(
-    metrics: Iterable[str], options: Options, directions: Directions = BY_NAME
+    metrics: Iterable[str],
+    targets: Iterable[str],
+    directions: Directions = BY_NAME,
+    *,
+    exact: bool = False,
 ) -> set[str]:
     """Return the metrics that gates of test mode may use.
 
     Args:
         metrics: those that are measured on both networks.
-        options: of the run.
+        targets: of the files that are written.
         directions: of the metrics, as far as they are declared.
+        exact: whether `--exact` is given.
     """
     pairs = dict.fromkeys(metrics, _ANY_PAIR)
     names = {*_OUTPUT_FIGURES, *metrics_of_both(pairs, directions)}
-    if options.exact:
+    if exact:
         names.add(EXACT_EQUAL)
-    return names | _figures_of_files(options.deploy)
+    return names | _figures_of_files(targets)
 
 
 def require_known_names(
     gates: Iterable[Gate],
-    options: Options,
+    targets: Iterable[str],
     metrics: Iterable[str] = MEASURED,
     directions: Directions = BY_NAME,
+    *,
+    exact: bool = False,
 ) -> None:
     """Raise `UsageError` for the first gate about a metric that test mode does not have. Those
     about outputs are not checked. The arguments are those of `names_in_test`.
     """
-    require_known(about_all(gates), names_in_test(metrics, options, directions))
+    known = names_in_test(metrics, targets, directions, exact=exact)
+    require_known(about_all(gates), known)
 
 
 def _figures_of_files(targets: Iterable[str]) -> set[str]:
