@@ -1,5 +1,6 @@
 """Defines `calibrate` and `load`, which do in Python what the shell does."""
 
+import logging
 import os
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
@@ -44,6 +45,7 @@ from quantizer.sources.module_state import evaluating, without_cache
 from quantizer.sources.tensor_kinds import check_finite
 from quantizer.storage.process_memory import parse_size
 
+_logger = logging.getLogger(__name__)
 _FACTS = ("seed", "batch_size", "subset_len")
 """The settings that results record, which are whole numbers."""
 
@@ -350,6 +352,8 @@ def trace_compared(
     """
     sizes = dynamic_sizes(dynamic)
     check_finite(model)
+    if model.training:
+        _logger.info("the model is in train mode; it runs in eval mode here, as when deployed")
     batch = _first_batch(model, batches)
     traced = partial(trace_module, model, batch, compared=True, sizes=sizes)
     with evaluating(model), without_cache(model):

@@ -77,6 +77,7 @@ from quantizer.results.folder import open_written
 from quantizer.results.result_set import locked, mark_result_folder, require_result_folder
 from quantizer.sources.arguments import DEFAULT_SEQ_LEN, example_input
 from quantizer.sources.data import EXAMPLE_STAMP, Batches
+from quantizer.sources.first_batch import remarks_on_data
 from quantizer.storage.files import write_json, write_text
 from quantizer.storage.permission import replacing
 
@@ -212,9 +213,7 @@ def _with_file(
 def _require_judged(
     gates: Sequence[Gate], batches: Batches, graph: Graph, evaluate: Any, data: Any
 ) -> None:
-    """Raise `UsageError` for a gate about what the data cannot show, and for metrics of the
-    task on synthetic data. The arguments are those of `quantize`, and its open data.
-    """
+    """Raise `UsageError` for what the open data cannot show: see `quantize`."""
     require_real(batches, evaluate, data)
     if evaluate is None and data is None:
         require_measured(gates, not_measured_by_targets(batches.first(), graph))
@@ -291,6 +290,7 @@ def _with_verdict(
         plan,
         verification,
         untraced=untraced,
+        remarks=remarks_on_data(quantized.result._batches),
         path=str(shown),
         size=tested["exports"][0]["bytes"],
         tested=tested,

@@ -115,7 +115,7 @@ def parse_gate(text: str, option: str = "--gate") -> Gate:
     """
     match = _GATE.fullmatch(text)
     if match is None:
-        remedy = "write metric>=number, for example 'sqnr_db>=20'"
+        remedy = "write metric>=number, for example 'sqnr_db>=20' or 'top1_drop<=0.01'"
         raise UsageError(f"{option} {text!r} is not a comparison", help=remedy)
     metric, comparison, bound = match.groups()
     return Gate(text, metric, comparison, float(bound), option)
@@ -137,7 +137,7 @@ def require_known(gates: Iterable[Gate], known: Collection[str]) -> None:
                 "not known",
                 help=how_to_declare(base),
             )
-        shown = f"known here: {', '.join(sorted(known))}"
+        shown = f"known here: {', '.join(sorted(known))}; evaluate() may return others"
         remedy = did_you_mean(gate.metric, known, shown)
         raise UsageError(
             f"{gate.option} {gate.text!r}: there is no metric {gate.metric!r}", help=remedy

@@ -281,7 +281,7 @@ def _subject(options: AnalyzeOptions, reported: QuantInfo | None) -> Subject:
     loaded = session.open_model(options)
     batches = session.open_data(options, loaded)
     if batches.stands_in:
-        raise session.missing_data()
+        raise session.missing_data(options)
     if reported is None:
         original = session.trace_model(options, loaded, batches)
     else:

@@ -213,7 +213,7 @@ def _tuned(
         if not failed_gates(judged, finished.tested.metrics):
             raise UsageError("only gates about the written file do not hold")
         if opened.batches.stands_in:
-            raise session.missing_data()
+            raise session.missing_data(options)
         is_judged = bool(data.sentence)
         if not is_judged:
             data = divide_data(options, opened)

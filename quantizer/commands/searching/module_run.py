@@ -75,6 +75,7 @@ from quantizer.results.write import check_owner
 from quantizer.sources.batches import Batch, prefix_batch_errors
 from quantizer.sources.data import Batches
 from quantizer.sources.directions import BY_NAME
+from quantizer.sources.first_batch import remarks_on_data
 from quantizer.sources.models import Evaluate
 from quantizer.sources.module_state import evaluating, without_cache
 from quantizer.sources.tensor_kinds import check_kinds
@@ -435,6 +436,7 @@ class FinishedRun:
             self.calibrated.plan,
             verified,
             untraced=self.untraced,
+            remarks=remarks_on_data(self.opened.batches),
             path=path,
             size=size,
             tested=tested.report,

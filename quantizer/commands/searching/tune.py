@@ -112,7 +112,7 @@ def _tune(options: TuneOptions, gates: Sequence[Gate]) -> TunedRun:
     seed_everything(options.seed)
     opened = session.open_run(options)
     if opened.batches.stands_in:
-        raise session.missing_data()
+        raise session.missing_data(options)
     if session.evaluator_of(options, opened.loaded) is None:
         require_known_names(gates, options.deploy)
     require_known_parts(gates, opened.graph)
