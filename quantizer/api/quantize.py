@@ -151,7 +151,7 @@ def quantize(
                 config = config_file(place, made_for, run, target, choices, overwrite=overwrite)
             result = calibrate_batches(model, config, batches, settings, graph=graph)
         result.save(place, overwrite=overwrite)
-        measure = partial(_measured, typed, target, asked, evaluate, lower_is_better)
+        measure = partial(_measured, typed, asked, evaluate, lower_is_better)
         write = partial(_with_file, result, evaluation_data, place, target, measure)
         quantized = write(choices, DESTINATIONS[name].choices_if_slower(options))
     return _with_verdict(quantized, name, typed, config, asked, has_data=has_data)
@@ -221,7 +221,6 @@ def _require_judged(
 
 def _measured(
     folder: Path,
-    target: str,
     gates: Sequence[Gate],
     evaluate: Callable[..., Any] | None,
     lower_is_better: Collection[str],
@@ -234,7 +233,7 @@ def _measured(
         GateError: a gate does not hold. The report then has the figures.
     """
     comparison = result.test(data, evaluate, lower_is_better=lower_is_better)
-    judged = [gate.text for gate in about_networks(gates, [target])]
+    judged = [gate.text for gate in about_networks(gates)]
     try:
         return comparison.require(*judged)
     except GateError as error:

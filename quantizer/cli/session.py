@@ -289,7 +289,7 @@ def batch_size(options: Options, batches: Batches) -> int:
 def missing_data(options: Options) -> UsageError:
     """Return the error about missing data."""
     # Only this error needs it
-    from quantizer.cli.traced_model import help_without_data
+    from quantizer.cli.terminal.render import help_without_data
 
     return UsageError("Missing option '--data'", help=help_without_data(options))
 

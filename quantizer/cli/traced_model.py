@@ -1,24 +1,18 @@
 """The traced model for commands that look at a model and run nothing."""
 
-import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any
 
 from quantizer.calibration.memory_prediction import ProcessMemory
 from quantizer.cli import session
 from quantizer.cli.arguments.options import Options
-from quantizer.cli.arguments.places import from_start
 from quantizer.config.algorithms import StructureNames
 from quantizer.config.diagnostics import pointing_into
-from quantizer.errors import QuantizerError
 from quantizer.graph.ir import Graph
 from quantizer.graph.structure.definitions import Structure
 from quantizer.graph.structure.find import find_structure
-from quantizer.results.folder import read_info
 from quantizer.sources.data import Batches
-from quantizer.sources.kinds import advice_without_data
 from quantizer.sources.models import LoadedModel
 
 
@@ -106,22 +100,3 @@ def named_structures(read: session.ReadConfig, graph: Graph) -> dict[str, Struct
                 title = f"{algorithm.name} ({algorithm.label})"
                 structures[title] = find_structure(graph, algorithm.names)
     return structures
-
-
-def help_without_data(options: Options) -> str:
-    """Return what to do if a command has no data: what the calibration in the folder of the
-    results had, if there is one.
-    """
-    try:
-        command = read_info(from_start(options.output_dir)).commands.get("calib", [])
-    except QuantizerError:
-        command = []
-    for option, value in pairwise(command):
-        if option == "--data":
-            place = shlex.quote(value)
-            return f"the run in {options.output_dir} had --data {place}: give it again"
-    return (
-        f"give --data, or add calibration_data() to the model's file{advice_without_data()}. "
-        "A config without static activations and without algorithms needs only the shape of "
-        "an input: --data random:1x3x224x224, or example_input() in the model's file"
-    )

@@ -8,16 +8,15 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from quantizer.comparison.output_figures import ROWS_KEPT, WORST_SAMPLES, metric_names
-from quantizer.config.wording import did_you_mean
-from quantizer.declarations import DROP
+from quantizer.declarations import LATENCY
 from quantizer.errors import UsageError
 from quantizer.evaluation.scores import metrics_of_both, remark_on_samples
 from quantizer.export.targets import EXPORTERS
 from quantizer.graph.channels.output_parts import output_parts, sample_axis
 from quantizer.graph.ir import Graph, Node, references
 from quantizer.sources.batches import Batch
-from quantizer.sources.directions import BY_NAME, Directions, how_to_declare
-from quantizer.tables import METRICS
+from quantizer.sources.directions import BY_NAME, Directions
+from quantizer.tables import METRICS, OF_FILES
 
 _ANY_PAIR = {"float": 1.0, "quantized": 1.0}
 """Stands for the figures of both networks where only names count."""
@@ -130,18 +129,10 @@ def require_known(gates: Iterable[Gate], known: Collection[str]) -> None:
     for gate in gates:
         if gate.metric in known:
             continue
-        base = gate.metric.removesuffix(DROP)
-        if gate.metric.endswith(DROP) and f"{base}_float" in known:
-            raise UsageError(
-                f"{gate.option} {gate.text!r}: whether less or more of {base!r} is better is "
-                "not known",
-                help=how_to_declare(base),
-            )
-        shown = f"known here: {', '.join(sorted(known))}; evaluate() may return others"
-        remedy = did_you_mean(gate.metric, known, shown)
-        raise UsageError(
-            f"{gate.option} {gate.text!r}: there is no metric {gate.metric!r}", help=remedy
-        )
+        # Only this error needs it
+        from quantizer.export.exporting import unknown_metric
+
+        raise unknown_metric(f"{gate.option} {gate.text!r}", gate.metric, known)
 
 
 def require_known_parts(gates: Iterable[Gate], graph: Graph) -> None:
@@ -193,7 +184,9 @@ def names_in_test(
     names = {*_OUTPUT_FIGURES, *metrics_of_both(pairs, directions)}
     if exact:
         names.add(EXACT_EQUAL)
-    return names | _figures_of_files(targets)
+    for target in targets:
+        names.update(EXPORTERS[target].metrics)
+    return names
 
 
 def require_known_names(
@@ -211,27 +204,18 @@ def require_known_names(
     require_known(about_all(gates), known)
 
 
-def _figures_of_files(targets: Iterable[str]) -> set[str]:
-    """Return the metrics that are measured on the files of these targets."""
-    figures: set[str] = set()
-    for target in targets:
-        figures.update(EXPORTERS[target].int8_metrics)
-    return figures
-
-
 def require_products(gates: Iterable[Gate], graph: Graph) -> None:
     """Raise `UsageError` for the first gate about a share in int8 if nothing multiplies."""
     for node in graph.nodes:
         if node.row.kind == "mac" and not node.row.scales_channels:
             return
     why = "the network has no multiplications"
-    require_measured(gates, dict.fromkeys(_figures_of_files(EXPORTERS), why))
+    require_measured(gates, dict.fromkeys(OF_FILES - {LATENCY}, why))
 
 
-def about_networks(gates: Iterable[Gate], targets: Iterable[str]) -> list[Gate]:
-    """Return the gates that are measured before the files of these targets are written."""
-    of_files = _figures_of_files(targets)
-    return [gate for gate in gates if gate.metric not in of_files]
+def about_networks(gates: Iterable[Gate]) -> list[Gate]:
+    """Return the gates that are measured before files are written."""
+    return [gate for gate in gates if gate.metric not in OF_FILES]
 
 
 def held_gates(gates: Iterable[Gate], metrics: Mapping[str, float]) -> dict[str, bool]:

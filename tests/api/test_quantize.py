@@ -119,11 +119,19 @@ def test_no_file_is_written_if_a_gate_does_not_hold(tmp_path: Path) -> None:
 
 def test_gates_about_the_file_are_checked_on_it(tmp_path: Path) -> None:
     pytest.importorskip("onnxruntime", reason="needs quantizer-torch[onnx]")
-    with pytest.raises(GateError, match=r"not met by .*\.onnx: onnx_int8_share<0\.1") as error:
-        quantizer.quantize(
-            network(), batches(), "onnx", folder=tmp_path, gates="onnx_int8_share<0.1"
-        )
+    gates = ["sqnr_db>=1", "onnx_int8_share<0.1", "latency_ms<=1e-9"]
+    with pytest.raises(GateError) as error:
+        quantizer.quantize(network(), batches(), "onnx", folder=tmp_path, gates=gates)
+    assert error.value.message.endswith(".onnx: onnx_int8_share<0.1, latency_ms<=1e-9")
     assert "2 of 2 multiplications in int8" in str(error.value.help)
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert report["gates"] == dict(zip(gates, [True, False, False], strict=True))
+
+
+def test_gates_about_the_file_say_which_files_have_the_metric(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="there is no metric 'latency_ms'") as error:
+        quantizer.quantize(network(), batches(), "w8", folder=tmp_path, gates="latency_ms<=5")
+    assert error.value.help == 'it is measured on files of to="onnx" or "openvino"'
 
 
 @pytest.mark.parametrize(

@@ -78,9 +78,12 @@ def full_run(options: RunOptions) -> None:
     stdout = sys.stderr if options.json else sys.stdout
     with notes_on_stderr(quiet=True), redirect_stdout(stdout), one_display():
         finished = _run(options, gates)
-    lines = verdict(finished.facts(gates))
-    _show(finished, lines, as_json=options.json)
+    facts = finished.facts(gates)
+    _show(finished, verdict(facts), as_json=options.json)
     remedy = finished.remedy or loses_most(options)
+    of_networks = about_networks(gates)
+    if facts.runtime and not failed_gates(of_networks, finished.tested.metrics):
+        remedy = facts.runtime
     require_met(finished.test_options, gates, finished.tested, remedy=remedy)
     if finished.tested.error:
         with in_words_of_run(finished.test_options.deploy[0], finished.destination):
@@ -208,7 +211,7 @@ def _tuned(
     opened, data = finished.opened, finished.data
     assert data is not None and finished.calibrated.plan is not None
     targets = finished.test_options.deploy
-    judged = about_networks(gates, targets)
+    judged = about_networks(gates)
     try:
         if not failed_gates(judged, finished.tested.metrics):
             raise UsageError("only gates about the written file do not hold")
