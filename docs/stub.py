@@ -13,7 +13,7 @@ from quantizer.api.config import OBSERVERS
 from quantizer.api.quantize import quantize
 from quantizer.declarations import TargetOption
 from quantizer.export.destinations import ALSO, DESTINATIONS
-from quantizer.export.targets import CHOICES
+from quantizer.export.targets import CHOICES, EXPORTERS
 from quantizer.option_words import worded
 from quantizer.tables import RANGE_METHODS
 
@@ -24,7 +24,7 @@ _TITLE = '''"""{docstring}
 
 import os
 from collections.abc import Callable, Collection, Iterable
-from typing import Any, Literal
+from typing import Any, Literal, TypedDict
 
 from torch import nn as _torch_nn
 
@@ -51,6 +51,12 @@ def stub() -> str:
     for name in sorted(made):
         docstring = _filled(OBSERVERS[name].__doc__ or "")
         text += f"\nclass {name}(ObserverBase):\n{docstring}"
+    text += "\nclass ExportOptions(TypedDict, total=False):\n"
+    text += '    """The options of targets, for `Result.export`."""\n\n'
+    for name, option in CHOICES.items():
+        # Editors complete the values, and a variable may have them
+        text += f"    {name}: {_type(option)}{' | str' if len(option.values) > 1 else ''}\n"
+    text += f"\nExportTarget = Literal[{', '.join(map(json.dumps, EXPORTERS))}]\n"
     return f"{text}\n{_quantize()}"
 
 

@@ -3,14 +3,22 @@
 Three functions do most of it:
 
     made = quantizer.quantize(model, batches, "onnx")  # calibrate, test and write a file
+    print(made)  # the file, what it lost, how fast it is, and what to do next
     result = quantizer.calibrate(model, config, batches)  # a result to test, save and export
+    result.test().require("sqnr_db>=20")
+    result.export("onnx", "model.onnx")
     result = quantizer.load("quantize_result", model)  # one that was saved
 
-`Config`, `QuantizationConfig` and `QuantizationSpec` make a config in Python. `quantizer help`
-shows the commands. Importing this package does not import torch.
+`Config`, `QuantizationConfig` and `QuantizationSpec` make a config in Python, with classes such
+as `AWQConfig` for algorithms and `PerTensorMinMaxObserver` for ranges. `ModelQuantizer`
+quantizes a model in place. `quantizer.errors.QuantizerError` is the class of all errors.
+
+`help(quantizer.quantize)` explains one name, and `dir(quantizer)` lists all. `quantizer help`
+shows the commands of the shell. Importing this package does not import torch.
 """
 
 import importlib
+import sys
 from typing import Any
 
 from quantizer.errors import TORCH
@@ -45,7 +53,8 @@ def __getattr__(name: str) -> Any:
     """
     if name == "nn":
         return importlib.import_module("quantizer.nn")
-    if name == "__all__":
+    # With these names, help() prints each of them in full, which takes 2,000 lines
+    if name == "__all__" and sys._getframe(1).f_globals.get("__name__") != "pydoc":
         return _public_names()
     # An import of a module asks here, too, before plug-ins may be imported
     known = homes_of_names() if name.endswith("Config") else _NAMES
@@ -92,5 +101,4 @@ def _public_names() -> list[str]:
 
 
 def __dir__() -> list[str]:
-    of_module = [name for name in globals() if name.startswith("__")]
-    return sorted([*of_module, *_public_names(), "nn"])
+    return [*_public_names(), "nn", "__version__"]

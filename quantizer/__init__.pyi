@@ -5,7 +5,7 @@
 
 import os
 from collections.abc import Callable, Collection, Iterable
-from typing import Any, Literal
+from typing import Any, Literal, TypedDict
 
 from torch import nn as _torch_nn
 
@@ -113,6 +113,22 @@ class PerTensorMinMaxObserver(ObserverBase):
 class PerTensorPercentileObserver(ObserverBase):
     """Selects one range that contains `percentage` percent of the values."""
 
+class ExportOptions(TypedDict, total=False):
+    """The options of targets, for `Result.export`."""
+
+    onnx_profile: Literal["exact", "fast", "tuned", "mixed", "tensorrt", "npu"] | str
+    onnx_weights: Literal["auto", "uint8", "int8"] | str
+    deploy_file: str | os.PathLike[str]
+    input_names: str
+    output_names: str
+    encodings_version: Literal["1.0.0", "2.0.0"] | str
+    pt2_activations: Literal["uint8", "int8"] | str
+    executorch_batch: str
+    litert_io: Literal["float", "int8"] | str
+    gguf_template: str | os.PathLike[str]
+
+ExportTarget = Literal["onnx", "openvino", "encodings", "pt2", "pt2_float", "executorch", "litert", "safetensors", "compressed-tensors", "gptq", "gguf"]
+
 def quantize(
     model: _torch_nn.Module,
     data: CalibrationData | None = None,
@@ -123,6 +139,7 @@ def quantize(
     evaluation_data: Any = None,
     evaluate: Callable[[Callable[..., Any], Iterable[Any]], dict[str, float]] | None = None,
     lower_is_better: Collection[str] = (),
+    gates: Collection[str] = (),
     seed: int = 0,
     dynamic: str | None = None,
     max_mb: float | None = None,
@@ -152,6 +169,7 @@ def quantize(
         config: as in `calibrate`. None for `quantize_config.json` in the folder, or a preset.
         evaluation_data: to test and verify with. None: the last quarter of 16 samples or more.
         evaluate, lower_is_better: as in `Result.test`.
+        gates: such as `["top1_drop<=0.01"]`. If one does not hold, `GateError` is raised.
         max_mb: the most 10^6 bytes of weights with `to="w4"`, which then get 4 or 8 bits each.
         keep_float: layers that stay in float, as `exclude` of a config names them.
         overwrite: whether other results, changed files and the config there are replaced.

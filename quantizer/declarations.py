@@ -19,6 +19,8 @@ RISE = "_rise"
 """The same for another one of which less is better; `DROP` is its other name."""
 RATIO = "_ratio"
 """The end of the names of metrics that are the quotient of the quantized and the float one."""
+LATENCY = "latency_ms"
+"""The metric of the time of a call."""
 FIT_INPUTS = "fits a config to the inputs of linear layers"
 """What a part does: it adds an algorithm to a config that is fitted to a model."""
 _TRANSPOSED_LINEAR = "Conv1D"
@@ -65,6 +67,7 @@ class ExportTarget:
         plans_alone: whether a plan can be checked without these packages.
         int8_share: the metric of the share of multiplications in int8; empty if there is none.
             That of multiply-adds has the same name with `_multiply_adds`.
+        is_timed: whether the speed of its file is measured.
         holds_negative_scales: whether the scale of a weight may be negative.
         holds_whole_model: whether its folder has all tensors of a model, also those that no
             data reach.
@@ -85,6 +88,7 @@ class ExportTarget:
     plainly: str = "without optimizations"
     plans_alone: bool = False
     int8_share: str = ""
+    is_timed: bool = False
     holds_negative_scales: bool = False
     holds_whole_model: bool = False
     offered_for: str = ""
@@ -102,6 +106,11 @@ class ExportTarget:
         if not self.int8_share:
             return ()
         return self.int8_share, self.int8_share.replace("_share", "_multiply_adds")
+
+    @property
+    def metrics(self) -> tuple[str, ...]:
+        """Return all metrics that are measured on its file."""
+        return (*self.int8_metrics, LATENCY) if self.is_timed else self.int8_metrics
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from quantizer.declarations import DROP, HIGHER, LOWER, RATIO, RISE, MetricWords
+from quantizer.declarations import DROP, HIGHER, LATENCY, LOWER, RATIO, RISE, MetricWords
 from quantizer.plugins import plugins
 from quantizer.rows import NumberFormat, ObserverClass, RangeMethod
 
@@ -336,16 +336,26 @@ METRICS: dict[str, MetricWords] = {
     "exact_equal": MetricWords(
         "0 to 1", HIGHER, "with `--exact`: the share of codes that equal the DPU's integers"
     ),
+    LATENCY: MetricWords(
+        "ms",
+        LOWER,
+        "with `--deploy` for an engine whose speed is measured: the time of one call of the "
+        "file with the first batch, the median of rounds that alternate with float",
+    ),
 }
 """By the names of the metrics, in the order of the documentation. X stands for a metric of the
 user's evaluate().
 """
+OF_FILES: set[str] = set()
+"""The metrics that are measured on written files."""
 _BUILT_IN = len(RANGE_METHODS) + len(NUMBER_FORMATS)
 for _plugin in plugins():
     # A word of the package keeps its meaning
     RANGE_METHODS.update({**_plugin.range_methods, **RANGE_METHODS})
     NUMBER_FORMATS.update({**_plugin.formats, **NUMBER_FORMATS})
     METRICS.update({**_plugin.metrics, **METRICS})
+    for _target in _plugin.targets.values():
+        OF_FILES.update(_target.metrics)
 POOLED_METRICS = tuple(name for name, words in METRICS.items() if words.is_pooled)
 SEARCHED = frozenset(name for name, row in NUMBER_FORMATS.items() if row.scale_bits)
 """The formats whose scales are always searched, as `block_search` does."""

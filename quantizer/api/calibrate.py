@@ -1,12 +1,13 @@
 """Defines `calibrate` and `load`, which do in Python what the shell does."""
 
+import logging
 import os
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from torch import nn
 
@@ -44,6 +45,7 @@ from quantizer.sources.module_state import evaluating, without_cache
 from quantizer.sources.tensor_kinds import check_finite
 from quantizer.storage.process_memory import parse_size
 
+_logger = logging.getLogger(__name__)
 _FACTS = ("seed", "batch_size", "subset_len")
 """The settings that results record, which are whole numbers."""
 
@@ -59,8 +61,8 @@ def calibrate(
     batch_size: int | None = None,
     subset_len: int | None = None,
     seed: int = 0,
-    fast_finetune: str | None = None,
-    dpu_accuracy: str | None = None,
+    fast_finetune: Literal["adaround", "adaquant"] | str | None = None,
+    dpu_accuracy: Literal["high"] | str | None = None,
     dynamic: str | None = None,
     folder: str | os.PathLike[str] | None = None,
     resume: bool = False,
@@ -350,6 +352,8 @@ def trace_compared(
     """
     sizes = dynamic_sizes(dynamic)
     check_finite(model)
+    if model.training:
+        _logger.info("the model is in train mode; it runs in eval mode here, as when deployed")
     batch = _first_batch(model, batches)
     traced = partial(trace_module, model, batch, compared=True, sizes=sizes)
     with evaluating(model), without_cache(model):

@@ -15,6 +15,7 @@ from quantizer.config.wording import counted, did_you_mean, first_names
 from quantizer.declarations import DROP, RATIO, RISE
 from quantizer.errors import GateError, UsageError
 from quantizer.evaluation.scores import Scores, remark_on_samples
+from quantizer.export.gates import Gate, failed_gates, parse_gate
 from quantizer.graph.names import path_names
 from quantizer.printable import element
 from quantizer.report import tables
@@ -70,34 +71,34 @@ class Comparison:
         self._calibration_stamp = calibration_stamp
         self._paths = path_names(calibrated.graph)
 
-    def require(self, **bounds: float) -> Comparison:
+    def require(self, *gates: str, **bounds: float) -> Comparison:
         """Raise `GateError` if metrics are worse than their bounds. Otherwise return this
         comparison.
 
         A bound is a minimum, or a maximum for metrics of which less is better:
-        `require(sqnr_db=20, top1_drop=0.01)`. The metric of one output or part is written
-        `require(**{"sqnr_db[0.scores]": 30})`.
+        `require(sqnr_db=20, top1_drop=0.01)`. A text has its comparison, as in the shell:
+        `require("sqnr_db>=20", "sqnr_db[0.scores]>=30")`.
 
         Args:
+            gates: texts as for `--gate`.
             bounds: the bound of each metric, by its name.
 
         Raises:
             GateError: metrics are worse than their bounds. The message names these bounds.
-            UsageError: there is no such metric, or it is not known whether less is better.
+            UsageError: there is no such metric, a text is not a comparison, or it is not known
+                whether less is better.
         """
-        metrics = self._scores.gated
-        failed = []
+        asked = [parse_gate(text, "gates") for text in gates]
         for name, bound in bounds.items():
-            self._require_known(name)
-            if self._is_bounded_above(name):
-                if not metrics[name] <= bound:
-                    failed.append(f"{name}<={bound:g}")
-            elif not metrics[name] >= bound:
-                failed.append(f"{name}>={bound:g}")
-            else:
-                remark = remark_on_samples(name, metrics)
-                if remark:
-                    _logger.warning("%s>=%g is met, but %s", name, bound, remark)
+            comparison = "<=" if self._is_bounded_above(name) else ">="
+            asked.append(Gate(f"{name}{comparison}{bound:g}", name, comparison, bound))
+        metrics = self._scores.gated
+        for gate in asked:
+            self._require_known(gate.metric)
+            remark = remark_on_samples(gate.metric, metrics)
+            if remark and gate.holds(metrics):
+                _logger.warning("%s is met, but %s", gate.text, remark)
+        failed = failed_gates(asked, metrics)
         if failed:
             raise GateError(
                 f"not met: {', '.join(failed)}",
@@ -114,9 +115,7 @@ class Comparison:
         base = name.removesuffix(DROP).removesuffix(RISE)
         is_loss = base != name and base in self._scores.pairs
         if is_loss and f"{base}{DROP}" not in self._scores.gated:
-            remedy = (
-                f"give test() lower_is_better={{{base!r}}} or higher_is_better={{{base!r}}}"
-            )
+            remedy = f"give lower_is_better={{{base!r}}} or higher_is_better={{{base!r}}}"
             raise UsageError(
                 f"whether less or more of {base!r} is better is not known", help=remedy
             )

@@ -2,7 +2,7 @@
 
 import logging
 import os
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -30,7 +30,7 @@ from quantizer.config.resources import preset_text
 from quantizer.config.run_config import RUN_CONFIG, MadeFor, restored_if_refused, run_config
 from quantizer.config.wording import counted
 from quantizer.declarations import CheckedTarget
-from quantizer.errors import UsageError
+from quantizer.errors import GateError, UsageError
 from quantizer.evaluation.analyze import WatchedData
 from quantizer.export.destinations import (
     DESTINATIONS,
@@ -40,7 +40,18 @@ from quantizer.export.destinations import (
     in_words_of_run,
     preset_for,
 )
-from quantizer.export.exporting import export_summary, size_on_disk
+from quantizer.export.exporting import export_summary, figures_of_file, size_on_disk
+from quantizer.export.gates import (
+    Gate,
+    about_networks,
+    failed_gates,
+    gate_lines,
+    held_gates,
+    not_measured_by_targets,
+    parse_gate,
+    require_known_names,
+    require_measured,
+)
 from quantizer.export.layer_choice import DEPLOY_FILE, asks_for_floats
 from quantizer.export.refusals import (
     layers_to_leave,
@@ -63,7 +74,7 @@ from quantizer.export.value_names import require_fitting_names
 from quantizer.graph.ir import Graph
 from quantizer.graph.modules import Untraced, untraced_part
 from quantizer.nn.layer import check_float
-from quantizer.plan.fit.fitted_config import LayersToLeave, fitted_text
+from quantizer.plan.fit.fitted_config import fitted_text
 from quantizer.plan.fit.kept_float import keep_in_file, kept_names, with_kept
 from quantizer.report.content import write_report
 from quantizer.report.tables import as_csv
@@ -73,6 +84,7 @@ from quantizer.results.folder import open_written
 from quantizer.results.result_set import locked, mark_result_folder, require_result_folder
 from quantizer.sources.arguments import DEFAULT_SEQ_LEN, example_input
 from quantizer.sources.data import EXAMPLE_STAMP, Batches
+from quantizer.sources.first_batch import remarks_on_data
 from quantizer.storage.files import write_json, write_text
 from quantizer.storage.permission import replacing
 
@@ -90,6 +102,7 @@ def quantize(
     evaluation_data: Any = None,
     evaluate: Callable[[Callable[..., Any], Iterable[Any]], dict[str, float]] | None = None,
     lower_is_better: Collection[str] = (),
+    gates: Collection[str] = (),
     seed: int = 0,
     dynamic: str | None = None,
     max_mb: float | None = None,
@@ -109,6 +122,7 @@ def quantize(
         config: as in `calibrate`. None for `quantize_config.json` in the folder, or a preset.
         evaluation_data: to test and verify with. None: the last quarter of 16 samples or more.
         evaluate, lower_is_better: as in `Result.test`.
+        gates: such as `["top1_drop<=0.01"]`. If one does not hold, `GateError` is raised.
         max_mb: the most 10^6 bytes of weights with `to="w4"`, which then get 4 or 8 bits each.
         keep_float: layers that stay in float, as `exclude` of a config names them.
         overwrite: whether other results, changed files and the config there are replaced.
@@ -124,7 +138,7 @@ def quantize(
     target = DESTINATIONS[name].target_of(model)
     inputs = [config] if isinstance(config, (str, os.PathLike)) else []
     with replacing(overwrite=overwrite, inputs=inputs), in_words_of_run(target, name):
-        require_extras([target])
+        asked = _asked(gates, None if evaluate else target)
         kept = kept_names(keep_float, has_config=config is not None)
         choices = choices_for(name, checked_choices(options, target, quantize))
         has_data = data is not None
@@ -132,29 +146,42 @@ def quantize(
         preset = own_preset or preset_for(name, has_data=has_data) if config is None else ""
         settings = _settings(target, choices, place, seed=seed, dynamic=dynamic, events=events)
         batches = _batches(model, data, settings)
-        require_real(batches, evaluate, evaluation_data)
         graph = _trace(model, batches, target, choices, dynamic=dynamic)
+        _require_judged(asked, batches, graph, evaluate, evaluation_data)
         if has_data and evaluation_data is None and _may_need_data(config, preset):
             batches, settings = _divided(model, data, settings, graph)
         with restored_if_refused(place):
             mark_result_folder(place)
             if config is None:
                 made_for = MadeFor(name, type(model).__name__, preset, max_mb, kept)
-                sized = _sized_run(model, graph, batches, events)
-                to_leave = layers_to_leave(target, choices)
-                config = config_file(
-                    place, made_for, sized, to_leave, target=target, overwrite=overwrite
-                )
+                run = _sized_run(model, graph, batches, events)
+                config = config_file(place, made_for, run, target, choices, overwrite=overwrite)
             result = calibrate_batches(model, config, batches, settings, graph=graph)
         result.save(place, overwrite=overwrite)
-        measure = partial(Result.test, evaluate=evaluate, lower_is_better=lower_is_better)
+        measure = partial(_measured, typed, asked, evaluate, lower_is_better)
         write = partial(_with_file, result, evaluation_data, place, target, measure)
         quantized = write(choices, DESTINATIONS[name].choices_if_slower(options))
         if not has_widths(name, target):
             file = quantized.path
             require_file_within(max_mb, size_on_disk(target, file), file.name)
-    improvement = DESTINATIONS[name].improvement(has_data=has_data)
-    return _with_verdict(quantized, target, typed, improvement=improvement, config=config)
+    return _with_verdict(quantized, name, typed, config, asked, has_data=has_data)
+
+
+def _asked(gates: str | Collection[str], target: str | None) -> list[Gate]:
+    """Return the gates of a call; a single one may stand without a list.
+
+    Args:
+        gates: their texts.
+        target: of the file; None if `evaluate` measures metrics of any names.
+
+    Raises:
+        UsageError: one is not a comparison, or there is no such metric.
+    """
+    texts = [gates] if isinstance(gates, str) else gates
+    asked = [parse_gate(text, "gates") for text in texts]
+    if target is not None:
+        require_known_names(asked, [target])
+    return asked
 
 
 def _with_file(
@@ -193,26 +220,68 @@ def _with_file(
     return Quantized(path, folder, result, comparison, verification, ())
 
 
+def _require_judged(
+    gates: Sequence[Gate], batches: Batches, graph: Graph, evaluate: Any, data: Any
+) -> None:
+    """Raise `UsageError` for what the open data cannot show: see `quantize`."""
+    require_real(batches, evaluate, data)
+    if evaluate is None and data is None:
+        require_measured(gates, not_measured_by_targets(batches.first(), graph))
+
+
+def _measured(
+    folder: Path,
+    gates: Sequence[Gate],
+    evaluate: Callable[..., Any] | None,
+    lower_is_better: Collection[str],
+    result: Result,
+    data: Any,
+) -> Comparison:
+    """Return the figures of a test. The arguments are those of `quantize`, and the result.
+
+    Raises:
+        GateError: a gate does not hold. The report then has the figures.
+    """
+    comparison = result.test(data, evaluate, lower_is_better=lower_is_better)
+    judged = [gate.text for gate in about_networks(gates)]
+    try:
+        return comparison.require(*judged)
+    except GateError as error:
+        place = folder.absolute()
+        with locked(place):
+            held = held_gates(gates, comparison._scores.gated)
+            write_report(open_written(place), {**comparison.to_json(), "gates": held})
+        remedy = f"{folder / 'report.html'} shows which layers lose most"
+        raise GateError(f"{error.message}; no file is written", help=remedy) from None
+
+
 def _with_verdict(
     quantized: Quantized,
-    target: str,
+    name: str,
     folder: Path,
-    *,
-    improvement: str,
     config: AnyConfig | None,
+    gates: Sequence[Gate],
+    *,
+    has_data: bool,
 ) -> Quantized:
     """Return the result with the verdict, after the figures are written.
 
     Args:
         quantized: without a verdict.
-        target: of the file.
+        name: of the destination.
         folder: of the run, as its user calls it. It may be relative to a working directory that
             the user's code has changed.
-        improvement: what would lose less.
         config: as the user gave it, or the path of the one in the folder.
+        gates: of the call. If one about the file does not hold, `GateError` is raised.
+        has_data: whether the call has data.
     """
+    target = DESTINATIONS[name].target_of(quantized.result._model)
+    improvement = DESTINATIONS[name].improvement(has_data=has_data)
     path, verification = quantized.path, quantized.verification
+    of_file = figures_of_file(target, verification)
+    figures = {**quantized.comparison._scores.gated, **of_file}
     tested = quantized.comparison.to_json()
+    tested["gates"] = held_gates(gates, figures)
     tested["exports"] = [export_summary(target, path, verification)]
     tested["improvement"] = improvement
     with locked(quantized.folder):
@@ -230,12 +299,17 @@ def _with_verdict(
         plan,
         verification,
         untraced=untraced,
+        remarks=remarks_on_data(quantized.result._batches),
         path=str(shown),
         size=tested["exports"][0]["bytes"],
         tested=tested,
         config=_name_of(config, quantized.folder, folder),
         improvement=improvement,
+        gates=gate_lines(gates, figures),
     )
+    not_met = failed_gates(gates, of_file)
+    if not_met:
+        raise GateError(f"not met by {shown}: {', '.join(not_met)}", help=facts.runtime or None)
     return replace(
         quantized,
         path=shown,
@@ -260,6 +334,7 @@ def _trace(
         UsageError: the target cannot hold the model, or the chosen names of inputs and outputs
             do not fit it.
     """
+    require_extras([target])
     require_model(target, choices, model)
     graph = trace_compared(model, batches, dynamic, [target])
     require_operators(checked_target(target, choices), graph)
@@ -347,9 +422,9 @@ def config_file(
     folder: Path,
     made_for: MadeFor,
     run: SizedRun,
-    to_leave: LayersToLeave,
-    *,
     target: str,
+    choices: Mapping[str, str],
+    *,
     overwrite: bool,
 ) -> Path:
     """Return the path of the config in the folder of the run, which is written if it is new, or
@@ -361,6 +436,7 @@ def config_file(
 
     def text_of(preset: str) -> str:
         """Return a preset, fitted to the model and the file."""
+        to_leave = layers_to_leave(target, choices)
         text, changes = fitted_text(preset_text(preset), preset, run.graph, to_leave)
         for change in changes:
             run.say(change)

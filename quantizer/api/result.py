@@ -9,7 +9,7 @@ from functools import cached_property
 from html import escape
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
@@ -51,6 +51,11 @@ from quantizer.sources.directions import Directions
 from quantizer.sources.models import Evaluate, checked_measure
 from quantizer.sources.module_state import evaluating
 from quantizer.storage.permission import replacing
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from quantizer import ExportOptions, ExportTarget
 
 
 class PlanView:
@@ -219,12 +224,12 @@ class Result:
     @called_from_python()
     def export(
         self,
-        target: str,
+        target: "ExportTarget | str",
         path: str | os.PathLike[str],
         data: Any = None,
         *,
         overwrite: bool = False,
-        **options: str | os.PathLike[str],
+        **options: "Unpack[ExportOptions]",
     ) -> Verification:
         """Write the network for another runtime and verify the file.
 
@@ -321,7 +326,7 @@ def verified_file(
     *,
     target: str,
     path: str | os.PathLike[str],
-    options: Mapping[str, str | os.PathLike[str]],
+    options: Mapping[str, object],
 ) -> Verification:
     """Write the file of a result, and return its verification in the words of the shell.
 

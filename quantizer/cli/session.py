@@ -240,7 +240,7 @@ def open_data(
     open_batches = partial(load_batches, module=loaded.module, options=given)
     if source is None:
         if loaded.example is None or evaluation:
-            raise missing_data()
+            raise missing_data(options)
         item = partial(loaded.example, length)
         example = open_batches(lambda: [item()])
         return replace(example, label="the example input", stands_in=True)
@@ -297,16 +297,12 @@ def batch_size(options: Options, batches: Batches) -> int:
     return options.batch_size or batches.first_size or DEFAULT_BATCH_SIZE
 
 
-def missing_data() -> UsageError:
+def missing_data(options: Options) -> UsageError:
     """Return the error about missing data."""
-    from quantizer.sources.kinds import advice_without_data
+    # Only this error needs it
+    from quantizer.cli.terminal.render import help_without_data
 
-    remedy = (
-        f"give --data, or add calibration_data() to the model's file{advice_without_data()}. "
-        "A config without static activations and without algorithms needs only the shape of "
-        "an input: --data random:1x3x224x224, or example_input() in the model's file"
-    )
-    return UsageError("Missing option '--data'", help=remedy)
+    return UsageError("Missing option '--data'", help=help_without_data(options))
 
 
 def trace_model(

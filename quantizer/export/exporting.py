@@ -5,16 +5,19 @@ Imports no torch by itself.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
 from quantizer.calibration.events import NO_FOLLOWER, Events, RunStage
+from quantizer.config.wording import did_you_mean, joined
+from quantizer.declarations import DROP, LATENCY
 from quantizer.errors import ModelError, UsageError, VerificationError
 from quantizer.export.exporter import exporter_of, new_files
 from quantizer.export.refusals import refused_by_libraries, require_expressible
 from quantizer.export.targets import CHECKED_TARGETS, EXPORTERS, checked_target
 from quantizer.plugins import loaded
+from quantizer.sources.directions import how_to_declare
 from quantizer.storage.folder_list import LIST_FILE
 
 if TYPE_CHECKING:
@@ -234,6 +237,44 @@ def _make_program(graph: Graph, batch: Batch) -> None:
 
     call = in_traced_order(graph, batch.to("cpu"))
     float_program(Deployment(graph, Solution({}), *call))
+
+
+def figures_of_file(target: str, verified: Verification) -> dict[str, float]:
+    """Return the figures of a verified file that gates may be about, by name.
+
+    Args:
+        target: the name of its target.
+        verified: its comparison with test mode.
+    """
+    figures: dict[str, float] = {}
+    kernels = verified.used_kernels
+    if kernels is not None:
+        shares = zip(EXPORTERS[target].int8_metrics, kernels.shares, strict=True)
+        figures |= {name: share for name, share in shares if share is not None}
+    speed = (verified.default_session or verified).speed
+    if speed is not None:
+        figures[LATENCY] = speed.seconds * 1000
+    return figures
+
+
+def unknown_metric(about: str, metric: str, known: Collection[str]) -> UsageError:
+    """Return the error about a gate whose metric is not in `known`. `about` names the gate.
+
+    The help names the closest metric, or the targets on whose files it is measured. For a
+    `_drop` of unknown direction it says how to declare the direction.
+    """
+    base = metric.removesuffix(DROP)
+    if metric.endswith(DROP) and f"{base}_float" in known:
+        return UsageError(
+            f"{about}: whether less or more of {base!r} is better is not known",
+            help=how_to_declare(base),
+        )
+    shown = f"known here: {', '.join(sorted(known))}; evaluate() may return others"
+    remedy = did_you_mean(metric, known, shown)
+    makers = [name for name, row in EXPORTERS.items() if metric in row.metrics]
+    if makers:
+        remedy = f"it is measured on files of <--deploy {joined(makers, 'or')}>"
+    return UsageError(f"{about}: there is no metric {metric!r}", help=remedy)
 
 
 def export_summary(target: str, path: Path, verified: Verification) -> dict[str, Any]:

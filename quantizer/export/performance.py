@@ -212,6 +212,7 @@ class Speed:
         remedy: the setting that keeps a file from being slower than float; empty if there is
             none, or the file is not slower.
         float_seconds: of a run of the float network, as the median; 0 if they are not known.
+        seconds: of a run of the file, as the median.
         threads: that ran both; 0 if they are those of a default session.
     """
 
@@ -224,6 +225,7 @@ class Speed:
     remedy: str = ""
     float_seconds: float = 0.0
     threads: int = 0
+    seconds: float = 0.0
 
     @classmethod
     def of(
@@ -245,7 +247,15 @@ class Speed:
         if len(ratios) < MIN_ROUNDS:
             return None
         low, _, high = quantiles(ratios, n=4, method="inclusive")
-        return cls(median(ratios), low, high, len(ratios), waited, float_seconds=median(floats))
+        return cls(
+            median(ratios),
+            low,
+            high,
+            len(ratios),
+            waited,
+            float_seconds=median(floats),
+            seconds=median(ours),
+        )
 
     @property
     def asks_for_floats(self) -> bool:

@@ -13,6 +13,7 @@ from quantizer.config.roles import is_parameter
 from quantizer.declarations import DROP, RATIO, RISE
 from quantizer.evaluation.scores import MAX_RELATIVE_CHANGE
 from quantizer.plugins import commands
+from quantizer.tables import OF_FILES
 
 CLOSE_DB = 30.0
 """Above this SQNR of the worst output, networks of 8 bits keep their accuracy."""
@@ -98,7 +99,12 @@ def next_step(
             "`quantizer analyze` and CI need it as --config_file."
         )
         return NextStep(text, (_MAKE_CONFIG,))
-    missed = not_met[0] if not_met else _lost_metric(tested)
+    of_networks = [gate for gate in not_met if _metric_of(gate) not in OF_FILES]
+    if not_met and not of_networks:
+        return NextStep(
+            "choose a smaller model, another `--to`, or options of the target that are faster."
+        )
+    missed = of_networks[0] if of_networks else _lost_metric(tested)
     if missed is not None and "analyze" in commands():
         command = f"quantizer analyze --metric {shlex.quote(missed)} {option_words(options)}"
         if "config_file" in options:
@@ -300,6 +306,10 @@ def _lost_metric(tested: JsonMapping) -> str | None:
     return _gate_on_loss(tested, worst)
 
 
+def _metric_of(gate: str) -> str:
+    return re.split("[<>=]", gate)[0].strip()
+
+
 def _is_gated(tested: JsonMapping, name: str) -> bool:
     """Return whether a gate is about a metric, its drop or its ratio.
 
@@ -307,7 +317,7 @@ def _is_gated(tested: JsonMapping, name: str) -> bool:
     True
     """
     names = (name, f"{name}{DROP}", f"{name}{RISE}", f"{name}{RATIO}")
-    metrics = [re.split("[<>=]", gate)[0].strip() for gate in tested.get("gates", {})]
+    metrics = [_metric_of(gate) for gate in tested.get("gates", {})]
     return not set(names).isdisjoint(metrics)
 
 

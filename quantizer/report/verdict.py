@@ -5,7 +5,7 @@ speed, layers that stay float, and the next step. Makes the table of a plan.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -95,6 +95,7 @@ class VerdictFacts:
         verified: VerifiedFile | None = None,
         *,
         untraced: Untraced = _NOTHING,
+        remarks: Iterable[str] = (),
         **facts: Any,
     ) -> VerdictFacts:
         """Return the facts about a plan, with others given by name.
@@ -103,6 +104,7 @@ class VerdictFacts:
             plan: of the calibration.
             verified: the verification of the file; None if none was written.
             untraced: what the file holds besides the layers of the plan.
+            remarks: notes on the data.
             facts: the other attributes.
         """
         floating: Mapping[str, str] | None = None
@@ -110,7 +112,7 @@ class VerdictFacts:
             formats = _main_formats(plan, "", ())
         else:
             facts["runtime"], floating = verified.in_runtime
-            facts["notes"] = verified.limits
+            facts["notes"] = (*verified.limits, *remarks)
             tensors = dict(plan.tensors)
             for key in verified.float_activations:
                 tensors.pop(key, None)

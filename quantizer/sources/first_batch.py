@@ -11,11 +11,20 @@ from torch import Tensor, nn
 from quantizer.config.wording import first_names
 from quantizer.errors import DataError, ModelError
 from quantizer.sources.batches import Batch
+from quantizer.sources.data import Batches
 from quantizer.sources.tensor_kinds import dtype_name
 from quantizer.sources.user_code import frames_of, user_error, user_exits
 from quantizer.storage.deferred_tensor import ChangedInPlaceError
 
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+_RANDOM = {"torch.randn": (0.0, 1.0, 3.0), "torch.rand": (0.5, 12**-0.5, 1.8)}
+"""The mean, the standard deviation and the kurtosis of random numbers."""
+_MIN_VALUES = 2000
+"""Fewer values may have these figures by chance."""
+_MAX_VALUES = 100_000
+"""Values that are looked at."""
+_CHANCE = 4.0
+"""By how many standard errors the figures of random numbers differ at most."""
 _INPUT_NAMES = ("input", "x", "hidden_states")
 """What layers call the tensor that they compute on."""
 
@@ -138,3 +147,45 @@ def _misfits(layer: nn.Module, tensor: Tensor) -> Iterator[str]:
             axes = ", ".join(map(str, [0, rank - 1, *range(1, rank - 1)]))
             text += f"; they seem to be in the last axis: permute({axes}) moves them"
         yield text
+
+
+def remarks_on_data(batches: Batches) -> Iterator[str]:
+    """Yield a sentence on each input of the first batch that is like random numbers of torch.
+    Data that are called random or an example are left out.
+    """
+    if batches.stamp or batches.stands_in:
+        return
+    for name, tensor in batches.first().tensors():
+        function = _random_function(tensor)
+        if function:
+            yield (
+                f"the data ({name}) look like {function}, and ranges of random numbers do not "
+                "fit real inputs: calibrate on some 100 real samples"
+            )
+
+
+def _random_function(x: Tensor) -> str:
+    """Return the function of torch whose random numbers a tensor is like: they have the same
+    moments, and neighbours do not depend on each other. Return an empty text if there is none.
+
+    >>> generator = torch.Generator().manual_seed(0)
+    >>> x = torch.randn(2, 3, 32, 32, generator=generator)
+    >>> _random_function(x), _random_function(x.cumsum(-1)), _random_function(x.exp())
+    ('torch.randn', '', '')
+    """
+    if not x.is_floating_point() or x.numel() < _MIN_VALUES:
+        return ""
+    values = x.detach().flatten()[:_MAX_VALUES].double()
+    for function, (mean, deviation, kurtosis) in _RANDOM.items():
+        z = (values - mean) / deviation
+        # Each with its standard error for one value
+        figures = (
+            (z.mean(), 1.0),
+            (z.square().mean() - 1, (kurtosis - 1) ** 0.5),
+            ((z**4).mean() - kurtosis, 10.0),
+            ((z[1:] * z[:-1]).mean(), 1.0),
+        )
+        allowed = _CHANCE * len(z) ** -0.5
+        if all(abs(float(figure)) <= allowed * error for figure, error in figures):
+            return function
+    return ""

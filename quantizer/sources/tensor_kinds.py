@@ -15,6 +15,11 @@ from quantizer.storage.deferred_tensor import DeferredTensor
 PLAIN_TENSORS_HELP = (
     "give dense tensors of a standard dtype: use to_dense(), dequantize() or float()"
 )
+_NO_VALUES = "has no values"
+_NO_VALUES_HELP = (
+    "load weights into it: model.to_empty(device='cpu'), then load_state_dict(), or build it "
+    "without the meta device"
+)
 
 WEIGHT_SUFFIXES = (".safetensors", ".pt", ".pth")
 """The ends of the names of files with weights."""
@@ -64,7 +69,7 @@ def unsupported_reason(tensor: Tensor) -> str | None:
         layout = str(tensor.layout).removeprefix("torch.").strip("_")
         return "is sparse" if layout.startswith("sparse") else f"has the layout {layout}"
     if tensor.is_meta:
-        return "has no values"
+        return _NO_VALUES
     if tensor.dtype not in _DTYPES_WITH_KERNELS:
         return f"has the dtype {dtype_name(tensor.dtype)}"
     if tensor.device.type == torch._C._get_privateuse1_backend_name():
@@ -72,7 +77,7 @@ def unsupported_reason(tensor: Tensor) -> str | None:
         return None
     if type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__:
         return f"is a {type(tensor).__name__}"
-    return None if _has_values(tensor) else "has no values"
+    return None if _has_values(tensor) else _NO_VALUES
 
 
 def _has_values(tensor: Tensor) -> bool:
@@ -136,7 +141,8 @@ def check_finite(module: nn.Module, skipped: Container[str] = ()) -> None:
             count = count_not_finite(tensor.detach(), _is_number)
         if count:
             raise ModelError(
-                f"the weights hold {fault}: {count} of {tensor.numel()} values of {name}"
+                f"the weights hold {fault}: {count} of {tensor.numel()} values of {name}",
+                help="load other weights: training diverged, or float16 overflowed",
             )
 
 
@@ -163,6 +169,7 @@ def check_kinds(module: nn.Module) -> None:
     for name, tensor in _named_tensors(module):
         reason = unsupported_reason(tensor)
         if reason is not None:
-            raise ModelError(
-                f"the model cannot be computed with: {name} {reason}", help=PLAIN_TENSORS_HELP
-            )
+            remedy = PLAIN_TENSORS_HELP
+            if reason == _NO_VALUES:
+                remedy = _NO_VALUES_HELP
+            raise ModelError(f"the model cannot be computed with: {name} {reason}", help=remedy)

@@ -4,7 +4,10 @@ form.
 
 from __future__ import annotations
 
+import ast
+import inspect
 import json
+import pydoc
 import subprocess
 import sys
 from pathlib import Path
@@ -33,10 +36,12 @@ from quantizer import (
     RotationConfig,
     SmoothQuantConfig,
 )
+from quantizer.api.result import Result
 from quantizer.config.diagnostics import ConfigError
 from quantizer.config.document.document import Document
 from quantizer.config.load import check_document, load_config
 from quantizer.errors import UsageError
+from quantizer.export.targets import CHOICES
 
 
 def everything() -> Config:
@@ -252,6 +257,27 @@ def test_every_public_name_is_there_and_listed() -> None:
     assert shown == {*quantizer.__all__, "nn"}
     with pytest.raises(AttributeError, match="no attribute 'Confg'"):
         _ = quantizer.Confg
+
+
+def test_the_help_of_the_package_is_one_page() -> None:
+    """Also after a star import, which takes the same names."""
+    page = pydoc.plain(pydoc.render_doc(quantizer))
+    assert "result.export(" in page
+    assert len(page.rstrip().splitlines()) <= 60
+
+
+def test_editors_know_the_options_of_targets() -> None:
+    """They read the stub, which no run does."""
+    stub = ast.parse(Path(quantizer.__file__).with_suffix(".pyi").read_text())
+    [options] = [
+        node
+        for node in stub.body
+        if isinstance(node, ast.ClassDef) and node.name == "ExportOptions"
+    ]
+    names = [node.target.id for node in options.body if isinstance(node, ast.AnnAssign)]
+    assert names == list(CHOICES)
+    annotation = inspect.signature(Result.export).parameters["options"].annotation
+    assert annotation == "Unpack[ExportOptions]"
 
 
 def test_the_dataclasses_need_no_torch(tmp_path: Path) -> None:

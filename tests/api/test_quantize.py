@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import quantizer
 from quantizer.cli.main import run_command
-from quantizer.errors import UsageError
+from quantizer.errors import GateError, UsageError
 
 MODEL = """import torch
 
@@ -95,6 +95,61 @@ def test_the_text_of_the_result_is_the_verdict(tmp_path: Path) -> None:
     assert made.verification.equal == 1.0
     (file,) = json.loads((tmp_path / "report.json").read_text())["exports"]
     assert (file["file"], file["bytes"]) == (made.path.name, made.path.stat().st_size)
+
+
+def test_gates_that_hold_are_in_the_verdict(tmp_path: Path) -> None:
+    made = quantizer.quantize(
+        network(), batches(), "w8", folder=tmp_path, gates=["sqnr_db>=10", "cosine>=0.9"]
+    )
+    assert made.verdict[1].startswith("gate sqnr_db>=10: met (")
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert report["gates"] == {"sqnr_db>=10": True, "cosine>=0.9": True}
+
+
+def test_no_file_is_written_if_a_gate_does_not_hold(tmp_path: Path) -> None:
+    with pytest.raises(GateError, match="not met: sqnr_db>=90; no file is written") as error:
+        quantizer.quantize(
+            network(), batches(), "w8", folder=tmp_path, gates=["cosine>=0", "sqnr_db>=90"]
+        )
+    assert error.value.help == f"{tmp_path}/report.html shows which layers lose most"
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert report["gates"] == {"cosine>=0": True, "sqnr_db>=90": False}
+    assert not list((tmp_path / "export").iterdir())
+
+
+def test_gates_about_the_file_are_checked_on_it(tmp_path: Path) -> None:
+    pytest.importorskip("onnxruntime", reason="needs quantizer-torch[onnx]")
+    gates = ["sqnr_db>=1", "onnx_int8_share<0.1", "latency_ms<=1e-9"]
+    with pytest.raises(GateError) as error:
+        quantizer.quantize(network(), batches(), "onnx", folder=tmp_path, gates=gates)
+    assert error.value.message.endswith(".onnx: onnx_int8_share<0.1, latency_ms<=1e-9")
+    assert "2 of 2 multiplications in int8" in str(error.value.help)
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert report["gates"] == dict(zip(gates, [True, False, False], strict=True))
+
+
+def test_gates_about_the_file_say_which_files_have_the_metric(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="there is no metric 'latency_ms'") as error:
+        quantizer.quantize(network(), batches(), "w8", folder=tmp_path, gates="latency_ms<=5")
+    assert error.value.help == 'it is measured on files of to="onnx" or "openvino"'
+
+
+@pytest.mark.parametrize(
+    ("gate", "message"),
+    [
+        ("sqnr_db", "gates 'sqnr_db' is not a comparison"),
+        ("sqnr>=20", "gates 'sqnr>=20': there is no metric 'sqnr'"),
+        ("top1_drop<=0.01", "gates 'top1_drop<=0.01' is not measured: the data has no targets"),
+    ],
+)
+def test_gates_that_cannot_be_checked_are_refused_before_anything_is_written(
+    gate: str, message: str, tmp_path: Path
+) -> None:
+    folder = tmp_path / "results"
+    with pytest.raises(UsageError) as error:
+        quantizer.quantize(network(), batches(), "w8", folder=folder, gates=[gate])
+    assert error.value.message.startswith(message)
+    assert not folder.exists()
 
 
 def test_a_destination_that_does_not_exist_is_named(tmp_path: Path) -> None:

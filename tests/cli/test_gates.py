@@ -11,9 +11,8 @@ from pathlib import Path
 import pytest
 from support.runs import calibrate, check
 
-from quantizer.cli.arguments.options import Options
 from quantizer.cli.main import run_command
-from quantizer.cli.modes.gates import MEASURED, names_in_test, parse_gate
+from quantizer.export.gates import MEASURED, names_in_test, parse_gate
 from quantizer.report.next_step import try_next
 
 LABELLED = "return [(torch.eye(4, 3), torch.zeros(4, dtype=torch.long))] * 2"
@@ -67,7 +66,7 @@ def test_all_that_is_measured_is_known(model: str, tmp_path: Path) -> None:
     assert check(tmp_path / "out", "--gate", "top1_drop<=1", model=model) == 0
     found = {*json.loads((tmp_path / "out" / "report.json").read_text("utf-8"))["metrics"]}
     assert found == {
-        name for name in names_in_test(MEASURED, Options()) if not name.startswith("perplexity")
+        name for name in names_in_test(MEASURED, ()) if not name.startswith("perplexity")
     } - {
         "equal_outputs"  # of models whose outputs are integers
     }

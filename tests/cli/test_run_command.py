@@ -52,6 +52,7 @@ def test_one_call_leaves_a_config_results_a_report_and_a_verified_file(
     write: Callable[[str], str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     gates = ["--gate", "sqnr_db>=10", "--gate", "onnx_int8_share>=0.5"]
+    gates += ["--gate", "latency_ms<=1e6"]
     assert run_command(["run", write(MODEL), "-q", *gates]) == 0
     lines = lines_of(capsys)
     assert len(lines) <= MAX_LINES
@@ -67,7 +68,8 @@ def test_one_call_leaves_a_config_results_a_report_and_a_verified_file(
     assert Path("quantize_result/export/Sequential.onnx").is_file()
     report = json.loads(Path("quantize_result/report.json").read_text())
     assert f"Next: {try_next(report).line}" == lines[-1]
-    assert report["gates"] == {"sqnr_db>=10": True, "onnx_int8_share>=0.5": True}
+    held = {"sqnr_db>=10": True, "onnx_int8_share>=0.5": True, "latency_ms<=1e6": True}
+    assert report["gates"] == held
     (file,) = report["exports"]
     assert (file["file"], file["kernels"]["share"]) == ("Sequential.onnx", 1.0)
     engines = [check["engine"] for check in file["checks"]]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import runpy
 import shutil
 import subprocess
 import sys
@@ -28,6 +29,7 @@ ON_DIGITS = [
     "safetensors.md",
     "slow_file.md",
     "tensorrt.md",
+    "torchmetrics.md",
     "tune.md",
     "yolo.md",
 ]
@@ -35,6 +37,7 @@ NEEDS = {
     "microcontroller.md": "litert_torch",
     "openvino.md": "openvino",
     "qualcomm.md": "onnxscript",
+    "torchmetrics.md": "torchmetrics",
 }
 ENGINES = {
     "executorch.md": "executorch",
@@ -130,6 +133,33 @@ def test_a_range_method_is_added_as_the_page_says(checkout: Path) -> None:
         elif kind == "printed":
             for line in block.splitlines():
                 assert is_shown(line, printed), printed
+
+
+def test_word_errors_are_counted_as_the_page_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("torchmetrics", reason="needs quantizer-torch[metrics]")
+    [code] = [text for kind, text in blocks("torchmetrics.md") if "WordErrorRate" in text]
+    (tmp_path / "wer.py").write_text(code)
+    (tmp_path / "my_speech.py").write_text("def texts_of(outputs):\n    return outputs\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    found = runpy.run_path(str(tmp_path / "wer.py"))["evaluate"](
+        lambda sounds: sounds, [(["a b c d"], ["a b c e"]), (["a b c d"], ["a b c d"])]
+    )
+    assert found == {"wer": 0.125}
+
+
+def test_a_loop_runs_several_models_and_names_those_that_fail(tmp_path: Path) -> None:
+    (tmp_path / "models").mkdir()
+    for name, scale in (("good", 1), ("bad", "float('nan')")):
+        (tmp_path / "models" / f"{name}.py").write_text(
+            "import torch\n\ndef model():\n    layer = torch.nn.Linear(8, 4)\n"
+            f"    layer.weight.data *= {scale}\n    return layer\n\n"
+            "def calibration_data():\n    return [torch.randn(4, 8)]\n"
+        )
+    [loop] = [text for _, text in blocks("one_command.md") if text.startswith("for model")]
+    assert "failed: models/bad.py\n" in shell(loop, tmp_path)
+    assert (tmp_path / "results" / "good" / "report.json").is_file()
 
 
 def shell(script: str, folder: Path) -> str:

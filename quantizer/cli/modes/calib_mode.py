@@ -167,7 +167,7 @@ def _confirm(
         for remark in plan_remarks(checked, plan):
             say_note(f"note: {remark}")
     if request.needs_data(plan) and request.batches.stands_in:
-        raise session.missing_data()
+        raise session.missing_data(options)
     require_calibration_room(options, request, state)
     if options.resume and checkpoints:
         check_checkpoint(checkpoints, request.fast_finetune)

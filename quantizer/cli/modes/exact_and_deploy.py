@@ -11,12 +11,12 @@ from rich.console import RenderableType
 from quantizer.calibration.events import RunStage
 from quantizer.cli.arguments.options import Options
 from quantizer.cli.arguments.places import from_start
-from quantizer.cli.modes.gates import EXACT_EQUAL
 from quantizer.cli.terminal.follow import progress
 from quantizer.cli.terminal.output import Outcome, table_view
 from quantizer.config.json_types import JsonObject
 from quantizer.errors import OutOfMemoryError, ResultError, UsageError
-from quantizer.export.exporting import export, export_summary
+from quantizer.export.exporting import export, export_summary, figures_of_file
+from quantizer.export.gates import EXACT_EQUAL
 from quantizer.export.refusals import require_expressible
 from quantizer.export.targets import EXPORTERS, FOLDER, checked_target
 from quantizer.graph.ir import Graph
@@ -162,10 +162,9 @@ def deploy(
         summary = export_summary(target, path, verified)
         exports.append(summary)
         lines += _lines_of_file(path, summary["bytes"], verified, view)
-        kernels = verified.used_kernels
-        if kernels is not None:
-            shares = zip(EXPORTERS[target].int8_metrics, kernels.shares, strict=True)
-            metrics |= {name: share for name, share in shares if share is not None}
+        for name, figure in figures_of_file(target, verified).items():
+            # Of several files, the slowest counts
+            metrics[name] = max(figure, metrics.get(name, figure))
     if files or folder.exists():
         write_json(folder / "verify.json", files)
     for other in failures[1:]:

@@ -9,7 +9,15 @@ from quantizer.calibration.fingerprint import input_shapes
 from quantizer.cli import session
 from quantizer.cli.arguments.options import Options
 from quantizer.cli.arguments.places import unmoved
-from quantizer.cli.modes.gates import (
+from quantizer.cli.session import ReadConfig, read_config_file
+from quantizer.cli.terminal.follow import progress
+from quantizer.cli.terminal.output import Outcome, metric_lines, show_layers
+from quantizer.config.load import default_config
+from quantizer.config.model import Settings
+from quantizer.distributed import ALONE, Ranks
+from quantizer.errors import DataError, ModelError, UsageError
+from quantizer.evaluation.scores import measure
+from quantizer.export.gates import (
     MEASURED,
     Gate,
     about_all,
@@ -19,14 +27,6 @@ from quantizer.cli.modes.gates import (
     require_known,
     require_measured,
 )
-from quantizer.cli.session import ReadConfig, read_config_file
-from quantizer.cli.terminal.follow import progress
-from quantizer.cli.terminal.output import Outcome, metric_lines, show_layers
-from quantizer.config.load import default_config
-from quantizer.config.model import Settings
-from quantizer.distributed import ALONE, Ranks
-from quantizer.errors import DataError, ModelError, UsageError
-from quantizer.evaluation.scores import measure
 from quantizer.sources.arguments import window_length
 from quantizer.sources.directions import BY_NAME, Directions
 from quantizer.sources.user_code import import_user_module, split_spec
@@ -83,7 +83,7 @@ def with_float_metrics(
         UsageError: the metric of a gate is not among them.
     """
     evaluator = session.evaluator_of(options, opened.loaded)
-    known = names_in_test((), options)
+    known = names_in_test((), options.deploy, exact=options.exact)
     of_user = [gate for gate in about_all(gates) if gate.metric not in known]
     is_on_example = opened.batches.stands_in and not options.eval_data
     if evaluator is None or not of_user or is_on_example:
@@ -99,7 +99,7 @@ def with_float_metrics(
         label="evaluate float",
         function=evaluator,
     )
-    require_known(of_user, names_in_test(metrics, options, evaluator.directions))
+    require_known(of_user, names_in_test(metrics, options.deploy, evaluator.directions))
     seed_everything(options.seed)
     return opened.changed(float_metrics=metrics, evaluation=batches)
 

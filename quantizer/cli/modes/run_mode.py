@@ -24,7 +24,7 @@ from quantizer.storage import process_memory
 from quantizer.torch_state import seed_everything
 
 if TYPE_CHECKING:
-    from quantizer.cli.modes.gates import Gate
+    from quantizer.export.gates import Gate
 
 _COMPARED_OPTIONS = (
     "quant_mode",
@@ -61,7 +61,7 @@ def run_mode(options: Options) -> int:
     gates: list[Gate] = []
     if options.gate:
         # Few runs have gates
-        from quantizer.cli.modes.gates import parse_gate
+        from quantizer.export.gates import parse_gate
 
         gates = [parse_gate(text) for text in options.gate]
     _require_mode(options)
@@ -105,7 +105,7 @@ def run_mode(options: Options) -> int:
         raise outcome.error
     if gates:
         # As above
-        from quantizer.cli.modes.gates import require_known
+        from quantizer.export.gates import require_known
 
         require_known(gates, outcome.metrics)
     return 0
@@ -158,9 +158,6 @@ def _verdict(options: Options, gates: Sequence[Gate], outcome: Outcome) -> list[
     is_test = options.quant_mode == "test"
     line = judgement([], is_failed=outcome.error is not None)
     if gates:
-        # As in `run_mode`
-        from quantizer.cli.modes.gates import judged
-
         line = judged(gates, outcome, is_test=is_test)
     if not is_test:
         return [line] if gates else []
@@ -172,8 +169,19 @@ def _verdict(options: Options, gates: Sequence[Gate], outcome: Outcome) -> list[
         f"Weights take {before} in float, {after} quantized.",
         *measured_lines(report),
         *float_lines(left),
-        f"Next: {try_next(report).text}",
+        f"Next: {try_next(report).line}",
     ]
+
+
+def judged(gates: Sequence[Gate], outcome: Outcome, *, is_test: bool = True) -> str:
+    """Return the line that the verdict of an outcome begins with."""
+    # As in `run_mode`
+    from quantizer.export.gates import gate_lines, not_met_gates
+
+    is_complete = is_test and outcome.error is None
+    not_met = not_met_gates(gates, outcome.metrics, is_complete=is_complete)
+    lines = gate_lines(gates, outcome.metrics)
+    return judgement(lines, is_failed=bool(outcome.error or not_met))
 
 
 def require_met(
@@ -196,10 +204,11 @@ def require_met(
         output.append_summary(outcome.report, ())
         return
     # As in `run_mode`
-    from quantizer.cli.modes.gates import gate_lines, not_met_gates
+    from quantizer.export.gates import gate_lines, not_met_gates
 
     output.append_summary(outcome.report, gate_lines(gates, outcome.metrics))
-    not_met = not_met_gates(gates, outcome, is_test=options.quant_mode == "test")
+    is_complete = options.quant_mode == "test" and outcome.error is None
+    not_met = not_met_gates(gates, outcome.metrics, is_complete=is_complete)
     if not not_met:
         return
     output.annotate(options, not_met, outcome.report)

@@ -43,7 +43,7 @@ from quantizer.storage.files import write_text
 from quantizer.tables import POOLED_METRICS
 
 if TYPE_CHECKING:
-    from quantizer.cli.modes.gates import Gate
+    from quantizer.export.gates import Gate
     from quantizer.export.layer_choice import LayerChoice
 
 _logger = logging.getLogger(__name__)
@@ -93,7 +93,7 @@ def run_test(
         original = session.recall_graph(options, loaded, batches, info)
         if gates:
             # As in `_parsed_gates`
-            from quantizer.cli.modes.gates import require_known_parts
+            from quantizer.export.gates import require_known_parts
 
             require_known_parts(gates, original)
         noted["data"] = batches.filled and batches.filled.to_json()
@@ -110,7 +110,7 @@ def run_test(
         _require_measurable(options, info, graph)
         if gates:
             # As in `_parsed_gates`
-            from quantizer.cli.modes.gates import require_measurable
+            from quantizer.export.gates import require_measurable
 
             require_measurable(gates, graph, first, has_evaluate=evaluator is not None)
         opened = opened or session.OpenedRun(options, loaded, batches)
@@ -133,11 +133,11 @@ def _parsed_gates(options: Options, *, has_evaluate: bool) -> list[Gate]:
     if not options.gate:
         return []
     # Few tests have gates
-    from quantizer.cli.modes.gates import parse_gate, require_known_names
+    from quantizer.export.gates import parse_gate, require_known_names
 
     gates = [parse_gate(text) for text in options.gate]
     if not has_evaluate:
-        require_known_names(gates, options)
+        require_known_names(gates, options.deploy, exact=options.exact)
     return gates
 
 
@@ -231,7 +231,7 @@ class _TestRun:
         if not self.gates:
             return {}
         # As in `run_test`
-        from quantizer.cli.modes.gates import held_gates
+        from quantizer.export.gates import held_gates
 
         return held_gates(self.gates, metrics)
 
@@ -261,10 +261,12 @@ class _TestRun:
             if not self.gates:
                 return
             # As in `run_test`
-            from quantizer.cli.modes.gates import require_known_names
+            from quantizer.export.gates import require_known_names
 
             directions = BY_NAME if self.evaluator is None else self.evaluator.directions
-            require_known_names(self.gates, options, metrics, directions)
+            require_known_names(
+                self.gates, options.deploy, metrics, directions, exact=options.exact
+            )
 
         return score(
             calibrated,

@@ -13,7 +13,6 @@ from quantizer.cli.arguments.grouped_command import GroupedOption, command
 from quantizer.cli.arguments.options import LOOK, TABLE, Options, takes
 from quantizer.cli.arguments.places import from_start
 from quantizer.cli.modes.float_mode import config_to_look
-from quantizer.cli.modes.gates import failed_gates, gate_lines, parse_gate, require_known
 from quantizer.cli.terminal import output
 from quantizer.cli.terminal.output import filtered_view
 from quantizer.cli.terminal.render import say
@@ -21,6 +20,7 @@ from quantizer.cli.terminal.screen import notes_on_stderr
 from quantizer.cli.traced_model import named_structures, traced_model
 from quantizer.config.wording import counted
 from quantizer.errors import GateError, UsageError
+from quantizer.export.gates import failed_gates, gate_lines, parse_gate, require_known
 from quantizer.graph.emit import emit
 from quantizer.graph.ir import Graph, Node
 from quantizer.graph.names import module_of, path_names

@@ -14,7 +14,6 @@ from quantizer.cli.arguments.grouped_command import command, refuse_typed
 from quantizer.cli.arguments.options import LOOK, TABLE, Options, option, takes
 from quantizer.cli.arguments.places import PathType, from_start, write_output
 from quantizer.cli.modes.float_mode import require_directions
-from quantizer.cli.modes.gates import parse_gate
 from quantizer.cli.terminal import output
 from quantizer.cli.terminal.output import table_view
 from quantizer.cli.terminal.render import say_note
@@ -29,6 +28,7 @@ from quantizer.evaluation import analyze as engine
 from quantizer.evaluation.ablation import Ablation
 from quantizer.evaluation.analyze import Analysis, WidthChoice, width_bits
 from quantizer.evaluation.width_choice import LARGEST_SIZE, Budget, sized_config
+from quantizer.export.gates import parse_gate
 from quantizer.graph.ir import Graph
 from quantizer.graph.names import path_names
 from quantizer.graph.passes import decided_on_data, run_passes
@@ -285,7 +285,7 @@ def _subject(options: AnalyzeOptions, reported: QuantInfo | None) -> Subject:
     loaded = session.open_model(options)
     batches = session.open_data(options, loaded)
     if batches.stands_in:
-        raise session.missing_data()
+        raise session.missing_data(options)
     if reported is None:
         original = session.trace_model(options, loaded, batches)
     else:

@@ -8,16 +8,6 @@ from dataclasses import dataclass, replace
 
 from quantizer.calibration.events import Events, RunStage
 from quantizer.cli import session
-from quantizer.cli.modes.gates import (
-    Gate,
-    never_measured_metrics,
-    not_measured_by_targets,
-    parse_gate,
-    require_known,
-    require_known_names,
-    require_known_parts,
-    require_measured,
-)
 from quantizer.cli.terminal.follow import progress
 from quantizer.cli.terminal.render import say_note
 from quantizer.cli.terminal.screen import without_notes
@@ -29,6 +19,16 @@ from quantizer.config.wording import counted
 from quantizer.errors import GateError
 from quantizer.evaluation.ablation import Ablation, ablate_calibrated
 from quantizer.evaluation.analyze import NOISE_BATCHES, few
+from quantizer.export.gates import (
+    Gate,
+    never_measured_metrics,
+    not_measured_by_targets,
+    parse_gate,
+    require_known,
+    require_known_names,
+    require_known_parts,
+    require_measured,
+)
 from quantizer.graph.ir import Graph
 from quantizer.layerwise.fold import SCALE_OP
 from quantizer.numerics.codes import bits_of
@@ -355,7 +355,7 @@ def cheapest_floats(subject: Subject, metric: str) -> tuple[FloatLayers, Ablatio
     gate = parse_gate(metric, "--metric")
     evaluator = session.evaluator_of(options, subject.loaded)
     if evaluator is None:
-        require_known_names([gate], options)
+        require_known_names([gate], options.deploy)
     require_known_parts([gate], subject.original)
     require_measured([gate], never_measured_metrics(subject.original))
     evaluation = session.open_data(options, subject.loaded, evaluation=True)

@@ -16,17 +16,6 @@ from quantizer.cli.arguments.options import Options
 from quantizer.cli.arguments.places import as_typed, from_start
 from quantizer.cli.modes.calib_mode import run_calib, with_remedy
 from quantizer.cli.modes.float_mode import require_directions, with_float_metrics
-from quantizer.cli.modes.gates import (
-    Gate,
-    about_networks,
-    failed_gates,
-    not_measured_by_targets,
-    parse_gate,
-    require_known_names,
-    require_known_parts,
-    require_measured,
-    require_products,
-)
 from quantizer.cli.modes.run_mode import require_met
 from quantizer.cli.modes.test_mode import run_test
 from quantizer.cli.terminal import output
@@ -53,8 +42,19 @@ from quantizer.export.destinations import (
     in_words_of_run,
     preset_for,
 )
+from quantizer.export.gates import (
+    Gate,
+    about_networks,
+    failed_gates,
+    not_measured_by_targets,
+    parse_gate,
+    require_known_names,
+    require_known_parts,
+    require_measured,
+    require_products,
+)
 from quantizer.export.layer_choice import DEPLOY_FILE, asks_for_floats
-from quantizer.export.refusals import layers_to_leave, require_extras, require_model
+from quantizer.export.refusals import require_extras, require_model
 from quantizer.export.sized_widths import (
     SizedRun,
     has_widths,
@@ -83,9 +83,12 @@ def full_run(options: RunOptions) -> None:
     stdout = sys.stderr if options.json else sys.stdout
     with notes_on_stderr(quiet=True), redirect_stdout(stdout), one_display():
         finished = _run(options, gates)
-    lines = verdict(finished.facts(gates))
-    _show(finished, lines, as_json=options.json)
+    facts = finished.facts(gates)
+    _show(finished, verdict(facts), as_json=options.json)
     remedy = finished.remedy or loses_most(options)
+    of_networks = about_networks(gates)
+    if facts.runtime and not failed_gates(of_networks, finished.tested.metrics):
+        remedy = facts.runtime
     require_met(finished.test_options, gates, finished.tested, remedy=remedy)
     if not has_widths(finished.destination, finished.test_options.deploy[0]):
         for export in finished.tested.exports:
@@ -194,7 +197,7 @@ def _require_checkable(
         UsageError: there is no metric of a gate.
     """
     if session.evaluator_of(options, opened.loaded) is None:
-        require_known_names(gates, options)
+        require_known_names(gates, options.deploy)
     if session.evaluates_on_synthetic(options, opened.loaded):
         example = opened.batches.for_shapes().first()
         require_measured(gates, not_measured_by_targets(example))
@@ -217,12 +220,12 @@ def _tuned(
     opened, data = finished.opened, finished.data
     assert data is not None and finished.calibrated.plan is not None
     targets = finished.test_options.deploy
-    judged = about_networks(gates, targets)
+    judged = about_networks(gates)
     try:
         if not failed_gates(judged, finished.tested.metrics):
             raise UsageError("only gates about the written file do not hold")
         if opened.batches.stands_in:
-            raise session.missing_data()
+            raise session.missing_data(options)
         is_judged = bool(data.sentence)
         if not is_judged:
             data = divide_data(options, opened)
@@ -322,8 +325,8 @@ def config_of_run(
     """Return the path of the run's config, and print what was fitted if it is a new one."""
     data = watched_data(options, opened.batches, graph)
     sized = SizedRun(opened.loaded.module, graph, data, say_note)
-    to_leave = layers_to_leave(target, options.target_choices)
     folder = from_start(options.output_dir)
-    overwrite = options.overwrite
-    path = config_file(folder, made_for, sized, to_leave, target=target, overwrite=overwrite)
+    choices = options.target_choices
+    path = config_file(folder, made_for, sized, target, choices, overwrite=options.overwrite)
+    return str(path)
     return str(path)

@@ -24,15 +24,6 @@ from quantizer.cli import session
 from quantizer.cli.arguments.options import Options
 from quantizer.cli.arguments.places import from_start
 from quantizer.cli.modes.calib_mode import with_remedy
-from quantizer.cli.modes.gates import (
-    Gate,
-    failed_gates,
-    gate_lines,
-    held_gates,
-    not_met_gates,
-    require_known,
-    require_known_names,
-)
 from quantizer.cli.run_folder import data_options, log_run
 from quantizer.cli.terminal.follow import progress, run_display
 from quantizer.cli.terminal.output import Outcome, metric_lines
@@ -61,6 +52,15 @@ from quantizer.evaluation.scores import Scores, in_pairs, log_warnings, measure
 from quantizer.export.agreement import Verification
 from quantizer.export.destinations import DESTINATIONS
 from quantizer.export.exporting import export_modules, export_summary
+from quantizer.export.gates import (
+    Gate,
+    failed_gates,
+    gate_lines,
+    held_gates,
+    not_met_gates,
+    require_known,
+    require_known_names,
+)
 from quantizer.export.refusals import planned_refusals, refuse
 from quantizer.export.saved_modules import save_verified
 from quantizer.export.targets import EXPORTERS, FOLDER, checked_target
@@ -76,6 +76,7 @@ from quantizer.results.write import check_owner
 from quantizer.sources.batches import Batch, prefix_batch_errors
 from quantizer.sources.data import Batches
 from quantizer.sources.directions import BY_NAME
+from quantizer.sources.first_batch import remarks_on_data
 from quantizer.sources.models import Evaluate
 from quantizer.sources.module_state import evaluating, without_cache
 from quantizer.sources.tensor_kinds import check_kinds
@@ -263,7 +264,7 @@ class RunOnModules:
         model = self.opened.loaded.module
         evaluator = session.evaluator_of(options, self.opened.loaded)
         if evaluator is None:
-            require_known_names(self.gates, options)
+            require_known_names(self.gates, options.deploy)
         read = session.read_config_file(options.config_file)
         require_weights_only(model, read.config, self.error)
         stored = {}
@@ -338,7 +339,7 @@ class RunOnModules:
 
         def check(metrics: Collection[str]) -> None:
             directions = BY_NAME if evaluator is None else evaluator.directions
-            require_known_names(self.gates, options, metrics, directions)
+            require_known_names(self.gates, options.deploy, metrics, directions)
 
         events = progress(quiet=options.quiet)
         scores = pair.scores(batches, events, function=evaluator, check=check)
@@ -433,10 +434,12 @@ class FinishedRun:
         if self.data is not None:
             # As the page joins the options of both modes
             of_data = replace(options, subset_len=self.data.calib_options.subset_len)
+        not_met = not_met_gates(gates, tested.metrics, is_complete=not tested.error)
         return VerdictFacts.of(
             self.calibrated.plan,
             verified,
             untraced=self.untraced,
+            remarks=remarks_on_data(self.opened.batches),
             path=path,
             size=size,
             tested=tested.report,
@@ -445,6 +448,6 @@ class FinishedRun:
             data_options=data_options(of_data),
             gates=gate_lines(gates, tested.metrics),
             not_met=failed_gates(gates, tested.metrics),
-            is_failed=bool(tested.error or not_met_gates(gates, tested, is_test=True)),
+            is_failed=bool(tested.error or not_met),
             improvement=self.opened.improvement,
         )

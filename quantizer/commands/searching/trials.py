@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -19,7 +20,6 @@ from quantizer.calibration.target import Target
 from quantizer.cli import session
 from quantizer.cli.arguments.options import Options
 from quantizer.cli.modes.calib_mode import require_calibration_room
-from quantizer.cli.modes.gates import Gate, require_known_names
 from quantizer.cli.terminal.follow import progress, run_display
 from quantizer.cli.terminal.screen import without_notes
 from quantizer.config.algorithms import Algorithm
@@ -32,6 +32,7 @@ from quantizer.errors import UsageError
 from quantizer.evaluation.analyze import WatchedData
 from quantizer.evaluation.scores import measure, score
 from quantizer.export.exporting import as_run
+from quantizer.export.gates import Gate, require_known_names
 from quantizer.export.refusals import planned_refusals, refuse
 from quantizer.export.targets import checked_target
 from quantizer.graph.ir import Graph
@@ -298,7 +299,10 @@ class SearchContext:
                 )
                 # A misspelt metric is refused before the first calibration
                 require_known_names(
-                    self.gates, self._options, self._float_metrics, self._evaluator.directions
+                    self.gates,
+                    self._options.deploy,
+                    self._float_metrics,
+                    self._evaluator.directions,
                 )
             yield whole
 
@@ -346,8 +350,7 @@ class SearchContext:
         shortfalls = []
         missed_by_float = []
         for gate in self.gates:
-            shortfall = gate.shortfall(gated) if is_valid else math.inf
-            shortfalls.append(shortfall)
+            shortfalls.append(shortfall(gate, gated) if is_valid else math.inf)
             if gate.is_missed_by_float(gated):
                 missed_by_float.append(gate.text)
         _, quantized_bytes = weight_bytes(plan)
@@ -380,3 +383,20 @@ def plan_of(trial: Trial, original: Graph) -> Plan:
     """Return the plan of a trial for a model, before algorithms."""
     graph = run_passes(original, trial.config.settings)
     return resolve_plan(trial.config, graph, original)
+
+
+def shortfall(gate: Gate, metrics: Mapping[str, float]) -> float:
+    """Return how far the metric of a gate is from the bound, relative to the bound: 0 if the
+    gate holds, infinity without a figure.
+
+    >>> from quantizer.export.gates import parse_gate
+    >>> shortfall(parse_gate("sqnr_db>=20"), {"sqnr_db": 15.0})
+    0.25
+    """
+    value = metrics.get(gate.metric, math.nan)
+    if math.isnan(value):
+        return math.inf
+    if gate.holds(metrics):
+        return 0.0
+    distance = abs(value - gate.bound) / (abs(gate.bound) or 1.0)
+    return max(distance, sys.float_info.min)

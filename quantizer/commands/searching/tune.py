@@ -14,14 +14,7 @@ from quantizer.cli.arguments.grouped_command import command
 from quantizer.cli.arguments.options import MODEL, Options, takes
 from quantizer.cli.arguments.places import from_start
 from quantizer.cli.modes.float_mode import require_directions
-from quantizer.cli.modes.gates import (
-    Gate,
-    judged,
-    parse_gate,
-    require_known_names,
-    require_known_parts,
-)
-from quantizer.cli.modes.run_mode import require_met
+from quantizer.cli.modes.run_mode import judged, require_met
 from quantizer.cli.terminal import output, process
 from quantizer.cli.terminal.follow import one_display
 from quantizer.cli.terminal.screen import notes_on_stderr
@@ -35,6 +28,7 @@ from quantizer.commands.searching.tuned_run import (
 )
 from quantizer.config.load import load_config
 from quantizer.errors import UsageError
+from quantizer.export.gates import Gate, parse_gate, require_known_names, require_known_parts
 from quantizer.export.refusals import require_extras
 from quantizer.printable import json_text
 from quantizer.results.result_set import locked, require_result_folder
@@ -112,9 +106,9 @@ def _tune(options: TuneOptions, gates: Sequence[Gate]) -> TunedRun:
     require_directions(gates, options)
     opened = session.open_run(options)
     if opened.batches.stands_in:
-        raise session.missing_data()
+        raise session.missing_data(options)
     if session.evaluator_of(options, opened.loaded) is None:
-        require_known_names(gates, options)
+        require_known_names(gates, options.deploy)
     require_known_parts(gates, opened.graph)
     with locked(folder):
         check_owner(folder, opened.graph.model, overwrite=options.overwrite)

@@ -14,7 +14,6 @@ from quantizer.cli import session
 from quantizer.cli.arguments.options import Options
 from quantizer.cli.arguments.places import from_start
 from quantizer.cli.modes.calib_mode import run_calib
-from quantizer.cli.modes.gates import Gate
 from quantizer.cli.modes.test_mode import run_test
 from quantizer.cli.terminal import output
 from quantizer.cli.terminal.output import Outcome
@@ -24,6 +23,7 @@ from quantizer.commands.searching.steps import STEPS
 from quantizer.commands.searching.trials import Figures, SearchContext, Subject, Trial, plan_of
 from quantizer.config.json_types import JsonMapping, JsonObject
 from quantizer.errors import UsageError
+from quantizer.export.gates import Gate
 from quantizer.plan.model import Plan
 from quantizer.report.tables import finite_row, number_text
 from quantizer.report.view import Listing

@@ -58,6 +58,7 @@ _TARGET = ExportTarget(
     ("onnx", "onnxruntime", "onnxscript"),
     "onnx",
     int8_share="onnx_int8_share",
+    is_timed=True,
     offered_for="network",
     options=(_PROFILE, _WEIGHTS, _DEPLOY_FILE, _INPUT_NAMES, _OUTPUT_NAMES),
 )

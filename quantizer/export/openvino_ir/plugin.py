@@ -10,6 +10,7 @@ _TARGET = ExportTarget(
     "openvino",
     plainly="in float32",
     int8_share="openvino_int8_share",
+    is_timed=True,
 )
 
 PLUGIN = Plugin(

@@ -20,13 +20,18 @@ from quantizer.export.deployment import Deployment
 from quantizer.export.exporter import Exporter
 from quantizer.nn.load import packed_codes, unpacked_codes
 from quantizer.nn.network import Network
-from quantizer.numerics.codes import decode
+from quantizer.numerics.codes import bits_of, decode
 from quantizer.numerics.formats import has_minimum
 from quantizer.storage.deferred_tensor import DeferredTensor, loaded
 from quantizer.storage.files import deferred_tensors, write_tensors
 from quantizer.storage.safetensors_file import read_metadata
 
 _FORMAT = 3
+_BYTE = 8
+_FEW_BITS = (
+    "no engine runs weights of fewer than 8 bits from this file: it stores them for your code; "
+    "the destination onnx makes a file with 8 bits for ONNX Runtime"
+)
 _REMEDY = "run <--deploy safetensors> again"
 _CORRECTION = ".bias_correction"
 # safetensors writes several keys in any order, so there is only one.
@@ -92,7 +97,11 @@ class SafetensorsExporter(Exporter[Path]):
         decoded = _decoded(written)
         # Generators: only one pair of tensors is in memory at a time.
         stored = (decoded[name].load() for name in expected)
-        return verify("parameters", map(loaded, expected.values()), stored)
+        verification = verify("parameters", map(loaded, expected.values()), stored)
+        widths = [bits_of(tensor.spec) for tensor in deployment.solution.tensors.values()]
+        if min(widths, default=_BYTE) >= _BYTE:
+            return verification
+        return replace(verification, remarks=(*verification.remarks, _FEW_BITS))
 
 
 def load(path: Path) -> dict[str, Tensor]:

@@ -2,27 +2,21 @@
 metrics that a test cannot measure, before any network runs.
 """
 
-import math
 import operator
 import re
-import sys
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 
-from quantizer.cli.arguments.options import Options
-from quantizer.cli.terminal.output import Outcome
 from quantizer.comparison.output_figures import ROWS_KEPT, WORST_SAMPLES, metric_names
-from quantizer.config.wording import did_you_mean
-from quantizer.declarations import DROP, RISE
+from quantizer.declarations import DROP, LATENCY, RISE
 from quantizer.errors import UsageError
 from quantizer.evaluation.scores import metrics_of_both, remark_on_samples
 from quantizer.export.targets import EXPORTERS
 from quantizer.graph.channels.output_parts import output_parts, sample_axis
 from quantizer.graph.ir import Graph, Node, references
-from quantizer.report.rows import judgement
 from quantizer.sources.batches import Batch
 from quantizer.sources.directions import BY_NAME, Directions, how_to_declare
-from quantizer.tables import METRICS
+from quantizer.tables import METRICS, OF_FILES
 
 _ANY_PAIR = {"float": 1.0, "quantized": 1.0}
 """Stands for the figures of both networks where only names count."""
@@ -128,25 +122,7 @@ class Gate:
         True
         """
         value = metrics.get(f"{self.metric}_float")
-        if value is None:
-            return False
-        compare = _COMPARE[self.comparison]
-        return not compare(value, self.bound)
-
-    def shortfall(self, metrics: Mapping[str, float]) -> float:
-        """Return how far the metric is from the bound, relative to the bound: 0 if the gate
-        holds, infinity without a figure.
-
-        >>> parse_gate("sqnr_db>=20").shortfall({"sqnr_db": 15.0})
-        0.25
-        """
-        value = metrics.get(self.metric, math.nan)
-        if math.isnan(value):
-            return math.inf
-        if self.holds(metrics):
-            return 0.0
-        distance = abs(value - self.bound) / (abs(self.bound) or 1.0)
-        return max(distance, sys.float_info.min)
+        return value is not None and not self.holds({self.metric: value})
 
 
 def parse_gate(text: str, option: str = "--gate") -> Gate:
@@ -161,7 +137,7 @@ def parse_gate(text: str, option: str = "--gate") -> Gate:
     """
     match = _GATE.fullmatch(text)
     if match is None:
-        remedy = "write metric>=number, for example 'sqnr_db>=20'"
+        remedy = "write metric>=number, for example 'sqnr_db>=20' or 'top1_drop<=0.01'"
         raise UsageError(f"{option} {text!r} is not a comparison", help=remedy)
     metric, comparison, bound = match.groups()
     return Gate(text, metric, comparison, float(bound), option)
@@ -180,11 +156,10 @@ def require_known(gates: Iterable[Gate], known: Collection[str]) -> None:
         is_of_loss = base != gate.metric
         if is_of_loss and f"{base}_float" in known and f"{base}{DROP}" not in known:
             raise gate.of_unknown_direction()
-        shown = f"known here: {', '.join(sorted(known))}"
-        remedy = did_you_mean(gate.metric, known, shown)
-        raise UsageError(
-            f"{gate.option} {gate.text!r}: there is no metric {gate.metric!r}", help=remedy
-        )
+        # Only this error needs it
+        from quantizer.export.exporting import unknown_metric
+
+        raise unknown_metric(f"{gate.option} {gate.text!r}", gate.metric, known)
 
 
 def require_known_parts(gates: Iterable[Gate], graph: Graph) -> None:
@@ -218,40 +193,42 @@ def require_measured(gates: Iterable[Gate], not_measured: Mapping[str, str]) -> 
 
 
 def names_in_test(
-    metrics: Iterable[str], options: Options, directions: Directions = BY_NAME
+    metrics: Iterable[str],
+    targets: Iterable[str],
+    directions: Directions = BY_NAME,
+    *,
+    exact: bool = False,
 ) -> set[str]:
     """Return the metrics that gates of test mode may use.
 
     Args:
         metrics: those that are measured on both networks.
-        options: of the run.
+        targets: of the files that are written.
         directions: of the metrics, as far as they are declared.
+        exact: whether `--exact` is given.
     """
     pairs = dict.fromkeys(metrics, _ANY_PAIR)
     names = {*_OUTPUT_FIGURES, *metrics_of_both(pairs, directions)}
-    if options.exact:
+    if exact:
         names.add(EXACT_EQUAL)
-    return names | _figures_of_files(options.deploy)
+    for target in targets:
+        names.update(EXPORTERS[target].metrics)
+    return names
 
 
 def require_known_names(
     gates: Iterable[Gate],
-    options: Options,
+    targets: Iterable[str],
     metrics: Iterable[str] = MEASURED,
     directions: Directions = BY_NAME,
+    *,
+    exact: bool = False,
 ) -> None:
     """Raise `UsageError` for the first gate about a metric that test mode does not have. Those
     about outputs are not checked. The arguments are those of `names_in_test`.
     """
-    require_known(about_all(gates), names_in_test(metrics, options, directions))
-
-
-def _figures_of_files(targets: Iterable[str]) -> set[str]:
-    """Return the metrics that are measured on the files of these targets."""
-    figures: set[str] = set()
-    for target in targets:
-        figures.update(EXPORTERS[target].int8_metrics)
-    return figures
+    known = names_in_test(metrics, targets, directions, exact=exact)
+    require_known(about_all(gates), known)
 
 
 def require_products(gates: Iterable[Gate], graph: Graph) -> None:
@@ -260,7 +237,7 @@ def require_products(gates: Iterable[Gate], graph: Graph) -> None:
         if node.row.kind == "mac" and not node.row.scales_channels:
             return
     why = "the network has no multiplications"
-    require_measured(gates, dict.fromkeys(_figures_of_files(EXPORTERS), why))
+    require_measured(gates, dict.fromkeys(OF_FILES - {LATENCY}, why))
 
 
 def require_measurable(
@@ -280,10 +257,9 @@ def require_measurable(
         require_measured(gates, not_measured_by_targets(first, graph))
 
 
-def about_networks(gates: Iterable[Gate], targets: Iterable[str]) -> list[Gate]:
-    """Return the gates that are measured before the files of these targets are written."""
-    of_files = _figures_of_files(targets)
-    return [gate for gate in gates if gate.metric not in of_files]
+def about_networks(gates: Iterable[Gate]) -> list[Gate]:
+    """Return the gates that are measured before files are written."""
+    return [gate for gate in gates if gate.metric not in OF_FILES]
 
 
 def held_gates(gates: Iterable[Gate], metrics: Mapping[str, float]) -> dict[str, bool]:
@@ -296,14 +272,16 @@ def failed_gates(gates: Iterable[Gate], metrics: Mapping[str, float]) -> list[st
     return [text for text, holds in held_gates(gates, metrics).items() if not holds]
 
 
-def not_met_gates(gates: Iterable[Gate], outcome: Outcome, *, is_test: bool) -> list[str]:
-    """Return the gates that do not hold; of a test without an error, also those whose metric
-    was not measured.
+def not_met_gates(
+    gates: Iterable[Gate], metrics: Mapping[str, float], *, is_complete: bool
+) -> list[str]:
+    """Return the gates that do not hold; if all metrics are there, also those whose metric was
+    not measured.
     """
-    not_met = failed_gates(gates, outcome.metrics)
-    if is_test and outcome.error is None:
+    not_met = failed_gates(gates, metrics)
+    if is_complete:
         for gate in gates:
-            if gate.metric not in outcome.metrics:
+            if gate.metric not in metrics:
                 not_met.append(f"{gate.text} (not measured)")
     return not_met
 
@@ -323,12 +301,6 @@ def gate_lines(gates: Iterable[Gate], metrics: Mapping[str, float]) -> list[str]
             line += f", but {remark}"
         lines[is_met].append(line)
     return lines[False] + lines[True]
-
-
-def judged(gates: Sequence[Gate], outcome: Outcome, *, is_test: bool = True) -> str:
-    """Return the line that the verdict of an outcome begins with."""
-    is_failed = outcome.error or not_met_gates(gates, outcome, is_test=is_test)
-    return judgement(gate_lines(gates, outcome.metrics), is_failed=bool(is_failed))
 
 
 def never_measured_metrics(graph: Graph) -> Reasons:
