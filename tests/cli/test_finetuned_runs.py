@@ -4,7 +4,6 @@ refuses.
 
 from __future__ import annotations
 
-import filecmp
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -13,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from support.configs import document
-from support.runs import ROOT, calibrate, check
+from support.runs import ROOT, calibrate, check, differing
 
 from quantizer.calibration.events import RunStage
 from quantizer.cli.main import run_command
@@ -56,10 +55,7 @@ def test_finetuned_results_are_tested_and_repeat_byte_for_byte(
         )
     names = {path.name for path in (tmp_path / "out").iterdir()}
     assert not [name for name in names if name.startswith("checkpoint")]
-    _, differing, missing = filecmp.cmpfiles(
-        tmp_path / "out", tmp_path / "again", names, shallow=False
-    )
-    assert (set(differing) | set(missing)) <= {"run.json", "run.log", ".quantizer.json"}
+    assert not differing(tmp_path / "out", tmp_path / "again")
     assert calibrate(tmp_path / "plain", model=model, config=config) == 0
     info, plain = (
         json.loads((tmp_path / name / "quant_info.json").read_text())
@@ -145,11 +141,7 @@ def test_stopped_then_resumed_equals_undisturbed(
     monkeypatch.setattr(Checkpoints, "advanced", counted)
     assert calibrate(tmp_path / "out", *more, "--resume", model=model, config=config) == 0
     assert next(count for count in solved if count) == 2
-    names = {path.name for name in ("whole", "out") for path in (tmp_path / name).iterdir()}
-    _, differing, missing = filecmp.cmpfiles(
-        tmp_path / "whole", tmp_path / "out", names, shallow=False
-    )
-    assert (set(differing) | set(missing)) <= {"run.json", "run.log", ".quantizer.json"}
+    assert not differing(tmp_path / "whole", tmp_path / "out")
 
 
 def test_a_checkpoint_of_another_mode_is_refused(

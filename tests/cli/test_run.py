@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import filecmp
 import json
 import re
 import shutil
@@ -11,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from support.extended import extended, extended_except
-from support.runs import DIGITS, EXAMPLE, ROOT, calibrate, check
+from support.runs import DIGITS, EXAMPLE, ROOT, calibrate, check, differing
 
 from quantizer.cli.main import run_command
 
@@ -128,10 +127,7 @@ def test_two_runs_are_byte_identical(calibrated: Path, tmp_path: Path) -> None:
     assert calibrate(second) == 0
     for folder in (first, second):
         assert check(folder) == 0
-    names = {path.name for path in first.iterdir()}
-    assert names == {path.name for path in second.iterdir()}
-    stable = sorted(names - {"run.json", "run.log", ".quantizer.json"})
-    assert filecmp.cmpfiles(first, second, stable, shallow=False)[0] == stable
+    assert not differing(first, second)
 
 
 def test_no_result_holds_an_absolute_path(calibrated: Path) -> None:
@@ -363,10 +359,7 @@ def test_values_out_of_memory_change_no_byte(tmp_path: Path) -> None:
     for folder, size in zip(folders, ("1GB", "0B"), strict=True):
         more = ("--memory", size, "--fast_finetune")
         assert calibrate(folder, *more, config=str(preset)) == 0
-    names = {path.name for path in folders[0].iterdir()}
-    assert names == {path.name for path in folders[1].iterdir()}
-    files = sorted(names - {"run.json", "run.log", ".quantizer.json"})
-    assert filecmp.cmpfiles(*folders, files, shallow=False) == (files, [], [])
+    assert not differing(*folders)
 
 
 def test_the_peak_of_memory_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

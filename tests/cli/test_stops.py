@@ -14,6 +14,7 @@ import pytest
 import torch
 from support.crashes import copies_at_each
 from support.extended import extended, extended_except
+from support.runs import page_without_place
 
 from quantizer.cli.main import run_command
 
@@ -50,9 +51,10 @@ RUN_FILES = ("run.json", "run.log", ".quantizer.json")
 
 def contents(folder: Path) -> dict[str, bytes]:
     """Of all files, hidden ones too; what differs between equal runs aside."""
-    return {
+    found = {
         path.name: path.read_bytes() for path in folder.iterdir() if path.name not in RUN_FILES
     }
+    return found | {"report.html": page_without_place(folder / "report.html")}
 
 
 def without_checkpoints(folder: Path) -> dict[str, bytes]:
