@@ -24,10 +24,8 @@ from quantizer.api.result import Quantized, Result, require_real, result_for_fil
 from quantizer.calibration.events import Events
 from quantizer.calibration.held_back import MIN_SAMPLES, may_need_data, samples_to_calibrate
 from quantizer.calibration.request import CalibrationRequest, CalibrationState
-from quantizer.config.document.document import Text
 from quantizer.config.load import load_preset
-from quantizer.config.resources import preset_text
-from quantizer.config.run_config import RUN_CONFIG, MadeFor, restored_if_refused, run_config
+from quantizer.config.run_config import RUN_CONFIG, MadeFor, restored_if_refused
 from quantizer.config.wording import counted
 from quantizer.declarations import CheckedTarget
 from quantizer.errors import GateError, UsageError
@@ -40,7 +38,7 @@ from quantizer.export.destinations import (
     in_words_of_run,
     preset_for,
 )
-from quantizer.export.exporting import export_summary, figures_of_file, size_on_disk
+from quantizer.export.exporting import export_summary, figures_of_file
 from quantizer.export.gates import (
     Gate,
     about_networks,
@@ -54,7 +52,6 @@ from quantizer.export.gates import (
 )
 from quantizer.export.layer_choice import DEPLOY_FILE, asks_for_floats
 from quantizer.export.refusals import (
-    layers_to_leave,
     planned_refusals,
     refuse,
     require_extras,
@@ -63,9 +60,7 @@ from quantizer.export.refusals import (
 )
 from quantizer.export.sized_widths import (
     SizedRun,
-    config_within,
-    has_widths,
-    preset_within,
+    config_file,
     require_file_within,
     require_sized,
 )
@@ -74,8 +69,7 @@ from quantizer.export.value_names import require_fitting_names
 from quantizer.graph.ir import Graph
 from quantizer.graph.modules import Untraced, untraced_part
 from quantizer.nn.layer import check_float
-from quantizer.plan.fit.fitted_config import fitted_text
-from quantizer.plan.fit.kept_float import keep_in_file, kept_names, with_kept
+from quantizer.plan.fit.kept_float import kept_names
 from quantizer.report.content import write_report
 from quantizer.report.tables import as_csv
 from quantizer.report.verdict import VerdictFacts, verdict
@@ -161,9 +155,7 @@ def quantize(
         measure = partial(_measured, typed, asked, evaluate, lower_is_better)
         write = partial(_with_file, result, evaluation_data, place, target, measure)
         quantized = write(choices, DESTINATIONS[name].choices_if_slower(options))
-        if not has_widths(name, target):
-            file = quantized.path
-            require_file_within(max_mb, size_on_disk(target, file), file.name)
+        require_file_within(max_mb, name, target, quantized.path)
     return _with_verdict(quantized, name, typed, config, asked, has_data=has_data)
 
 
@@ -416,43 +408,6 @@ def _sized_run(
     start = partial(batches.without_padding, graph)
     data = WatchedData(start, batches.total, follower(events))
     return SizedRun(model, graph, data, logger.info)
-
-
-def config_file(
-    folder: Path,
-    made_for: MadeFor,
-    run: SizedRun,
-    target: str,
-    choices: Mapping[str, str],
-    *,
-    overwrite: bool,
-) -> Path:
-    """Return the path of the config in the folder of the run, which is written if it is new, or
-    if it quantizes layers to keep in float.
-    """
-    kept = made_for.keep_float
-    by_width = has_widths(made_for.destination, target)
-    presets = [made_for.preset, *DESTINATIONS[made_for.destination].smaller]
-
-    def text_of(preset: str) -> str:
-        """Return a preset, fitted to the model and the file."""
-        to_leave = layers_to_leave(target, choices)
-        text, changes = fitted_text(preset_text(preset), preset, run.graph, to_leave)
-        for change in changes:
-            run.say(change)
-        return with_kept(Text(preset, text), kept, run.graph)
-
-    def new_text() -> str:
-        """Return the first preset whose weights are within the limit, if there is one."""
-        limit = None if by_width else made_for.max_mb
-        return preset_within(presets, limit, run, text_of)
-
-    limit = made_for.max_mb if by_width else None
-    finish = partial(config_within, max_mb=limit, run=run)
-    path = run_config(folder, made_for, new_text, finish=finish, overwrite=overwrite)
-    if keep_in_file(path, kept, run.graph, is_sized=made_for.max_mb is not None):
-        run.say(f"{', '.join(kept)} added to exclude of {path}")
-    return path
 
 
 def _name_of(config: AnyConfig | None, folder: Path, typed: Path) -> str:

@@ -1,8 +1,10 @@
-"""The widths of weights within a size of the file: `--max_mb` of `quantizer run`."""
+"""The config of a run in one call, whose weights are within a size of the file: `--max_mb`."""
 
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
 
 from torch import nn
 
@@ -10,14 +12,20 @@ from quantizer.config.document.document import Document, Text
 from quantizer.config.document.edited import edited_text
 from quantizer.config.load import load_text
 from quantizer.config.model import QuantizationSpec
+from quantizer.config.resources import preset_text
+from quantizer.config.run_config import MadeFor, run_config
 from quantizer.errors import GateError, UsageError
 from quantizer.evaluation.analyze import WatchedData, analyze_weights, width_candidates
 from quantizer.evaluation.width_choice import LARGEST_SIZE, Budget, sized_config
-from quantizer.export.destinations import SIZED
+from quantizer.export.destinations import DESTINATIONS, SIZED
+from quantizer.export.exporting import size_on_disk
 from quantizer.export.limits import is_symmetric
+from quantizer.export.refusals import layers_to_leave
 from quantizer.graph.ir import Graph
 from quantizer.graph.passes import run_passes
 from quantizer.numerics.codes import bits_of
+from quantizer.plan.fit.fitted_config import fitted_text
+from quantizer.plan.fit.kept_float import keep_in_file, with_kept
 from quantizer.plan.model import Plan
 from quantizer.plan.resolve import resolve_plan
 from quantizer.plan.size import weight_bytes
@@ -92,6 +100,43 @@ class SizedRun:
     say: Callable[[str], object]
 
 
+def config_file(
+    folder: Path,
+    made_for: MadeFor,
+    run: SizedRun,
+    target: str,
+    choices: Mapping[str, str],
+    *,
+    overwrite: bool,
+) -> Path:
+    """Return the path of the config in the folder of the run, which is written if it is new, or
+    if it quantizes layers to keep in float.
+    """
+    kept = made_for.keep_float
+    by_width = has_widths(made_for.destination, target)
+    presets = [made_for.preset, *DESTINATIONS[made_for.destination].smaller]
+
+    def text_of(preset: str) -> str:
+        """Return a preset, fitted to the model and the file."""
+        to_leave = layers_to_leave(target, choices)
+        text, changes = fitted_text(preset_text(preset), preset, run.graph, to_leave)
+        for change in changes:
+            run.say(change)
+        return with_kept(Text(preset, text), kept, run.graph)
+
+    def new_text() -> str:
+        """Return the first preset whose weights are within the limit, if there is one."""
+        limit = None if by_width else made_for.max_mb
+        return preset_within(presets, limit, run, text_of)
+
+    limit = made_for.max_mb if by_width else None
+    finish = partial(config_within, max_mb=limit, run=run)
+    path = run_config(folder, made_for, new_text, finish=finish, overwrite=overwrite)
+    if keep_in_file(path, kept, run.graph, is_sized=made_for.max_mb is not None):
+        run.say(f"{', '.join(kept)} added to exclude of {path}")
+    return path
+
+
 def preset_within(
     presets: Sequence[str], max_mb: float | None, run: SizedRun, text_of: Callable[[str], str]
 ) -> str:
@@ -124,15 +169,20 @@ def preset_within(
     )
 
 
-def require_file_within(max_mb: float | None, size: int, path: object) -> None:
+def require_file_within(
+    max_mb: float | None, destination: str, target: str, path: Path
+) -> None:
     """Check that a written file is within the limit. It has more than weights.
 
     Raises:
         GateError: it is larger.
     """
-    if max_mb is not None and size > max_mb * 1e6:
+    if max_mb is None or has_widths(destination, target):
+        return
+    size = size_on_disk(target, path)
+    if size > max_mb * 1e6:
         raise GateError(
-            f"<--max_mb {max_mb:g}>: {path} takes {size / 1e6:.4g} MB",
+            f"<--max_mb {max_mb:g}>: {path.name} takes {size / 1e6:.4g} MB",
             help="raise the limit; or lower it, and a preset with fewer bits is taken",
         )
 

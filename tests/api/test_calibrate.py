@@ -392,7 +392,9 @@ def test_results_print_as_a_few_lines(network: nn.Module, data: Any, tmp_path: P
     assert worst.count(" dB ") == 3
     assert judged_on == "  measured on the calibration data"
     verified = found.export("safetensors", tmp_path / "network.safetensors")
-    assert repr(verified) == f"Verification({verified.figures()})"
+    title, remarks = repr(verified).splitlines()
+    assert title == f"Verification({verified.figures()})"
+    assert remarks == "  1 remark: see .remarks", "no engine runs int4 of such a network"
     assert repr(found.plan.plan) == "Plan(7 tensors of Sequential)"
 
 

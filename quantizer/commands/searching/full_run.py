@@ -10,7 +10,6 @@ from pathlib import Path
 
 import click
 
-from quantizer.api.quantize import config_file
 from quantizer.cli import session
 from quantizer.cli.arguments.options import Options
 from quantizer.cli.arguments.places import as_typed, from_start
@@ -57,7 +56,7 @@ from quantizer.export.layer_choice import DEPLOY_FILE, asks_for_floats
 from quantizer.export.refusals import require_extras, require_model
 from quantizer.export.sized_widths import (
     SizedRun,
-    has_widths,
+    config_file,
     require_file_within,
     require_sized,
 )
@@ -90,11 +89,11 @@ def full_run(options: RunOptions) -> None:
     if facts.runtime and not failed_gates(of_networks, finished.tested.metrics):
         remedy = facts.runtime
     require_met(finished.test_options, gates, finished.tested, remedy=remedy)
-    if not has_widths(finished.destination, finished.test_options.deploy[0]):
-        for export in finished.tested.exports:
-            require_file_within(options.max_mb, export["bytes"], export["file"])
+    [target] = finished.test_options.deploy
+    for path in finished.tested.deployed:
+        require_file_within(options.max_mb, finished.destination, target, path)
     if finished.tested.error:
-        with in_words_of_run(finished.test_options.deploy[0], finished.destination):
+        with in_words_of_run(target, finished.destination):
             raise finished.tested.error
 
 

@@ -423,16 +423,13 @@ class FinishedRun:
         tested = self.tested
         options = self.test_options
         assert self.calibrated.plan is not None
-        path: str | None = None
-        size = 0
+        path, size = "", 0
         verified: Verification | None = None
         for written, verification in tested.deployed.items():
-            verified = verification
-            path = str(written)
+            verified, path = verification, str(written)
             size = tested.exports[-1]["bytes"]
         of_data = options
-        if self.data is not None:
-            # As the page joins the options of both modes
+        if self.data is not None:  # as the page joins the options of both modes
             of_data = replace(options, subset_len=self.data.calib_options.subset_len)
         not_met = not_met_gates(gates, tested.metrics, is_complete=not tested.error)
         return VerdictFacts.of(
@@ -440,7 +437,7 @@ class FinishedRun:
             verified,
             untraced=self.untraced,
             remarks=remarks_on_data(self.opened.batches),
-            path=path,
+            path=path or None,
             size=size,
             tested=tested.report,
             config=options.config_file or "",
