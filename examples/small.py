@@ -2,7 +2,7 @@
 key-value cache show is seen on them.
 
 quantizer inspect --config_file configs/cpu_int8.json --model examples/small.py quantizer
-inspect --target DPU --model examples/small.py:gated
+inspect --to DPU --model examples/small.py:gated
 """
 
 from __future__ import annotations

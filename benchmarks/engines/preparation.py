@@ -121,7 +121,7 @@ class Prepared:
 
 
 def network_as_run(result: Result, target: str, choices: Mapping[str, str]) -> nn.Module:
-    """Return the network of test mode with `--deploy`, which counts what the target rounds."""
+    """Return the network of test mode with `--to`, which counts what the target rounds."""
     calibrated = result._calibrated
     solution = as_run([target], calibrated.graph, calibrated.solution, choices)
     return calibrated.with_solution(solution).network()

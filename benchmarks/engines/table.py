@@ -72,12 +72,12 @@ ENVIRONMENTS = {
 
 @dataclass(frozen=True)
 class Engine:
-    """An engine with one target of `--deploy` and its options.
+    """An engine with one target of `--to` and its options.
 
     Attributes:
         name: of the file of results.
         title: what tables call it.
-        target: a target of `--deploy`.
+        target: a target of `--to`.
         consumer: the program in `consumers/` that runs the file in the engine.
         package: the package whose version is that of the engine.
         options: of the target.

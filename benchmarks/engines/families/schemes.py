@@ -30,7 +30,7 @@ class Scheme:
         title: what tables call it.
         weight: the specification of weights; empty if nothing is quantized.
         input: that of inputs; empty if they stay float.
-        target: of `--deploy`.
+        target: of `--to`.
         dtype: of the model, by its name in torch.
         exclude: the layers that stay float.
         layers: other specifications for some layers.
