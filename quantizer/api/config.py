@@ -210,7 +210,9 @@ class Config:
         if config.form != "hierarchical":
             raise UsageError(
                 f"{config.source} has the layered form, which the dataclasses cannot express",
-                help=if_command("convert", "`quantizer convert --form hierarchical` converts it"),
+                help=if_command(
+                    "convert", "`quantizer convert --form hierarchical` converts it"
+                ),
             )
         document, _ = canonical(result.document)
         converted: Config = _from_json(cls, document.value)
