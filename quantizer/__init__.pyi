@@ -161,16 +161,14 @@ def quantize(
     """Quantize a model in one call, as `quantizer run` does: calibrate, test and write it.
 
     Args:
-        model, seed, dynamic, events: as in `calibrate`.
-        data: as in `calibrate`; None for a model of transformers if `to` needs no data.
-        to: "onnx", "openvino", "qnn", "pt2", "executorch", "litert", "tensorrt", "npu", "w8",
-            "w4", "w8a8", "fp8" or "gguf". None: "w4" if the model generates text, else "onnx".
+        model, data, seed, dynamic, events: as in `calibrate`. Some destinations need no data.
+        to: a name of `quantizer targets`. None: "w4" if the model generates text, else "onnx".
         folder: the folder for config, results, report and the written file.
         config: as in `calibrate`. None for `quantize_config.json` in the folder, or a preset.
         evaluation_data: to test and verify with. None: the last quarter of 16 samples or more.
         evaluate, lower_is_better: as in `Result.test`.
         gates: such as `["top1_drop<=0.01"]`. If one does not hold, `GateError` is raised.
-        max_mb: the most 10^6 bytes of weights with `to="w4"`, which then get 4 or 8 bits each.
+        max_mb: the most 10^6 bytes that the file may have, as `--max_mb` of `quantizer run`.
         keep_float: layers that stay in float, as `exclude` of a config names them.
         overwrite: whether other results, changed files and the config there are replaced.
         onnx_profile: An .onnx rounds as the config says, or as ONNX Runtime's fastest

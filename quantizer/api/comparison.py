@@ -88,7 +88,7 @@ class Comparison:
             UsageError: there is no such metric, a text is not a comparison, or it is not known
                 whether less is better.
         """
-        asked = [parse_gate(text, "gates") for text in gates]
+        asked = [parse_gate(text) for text in gates]
         for name, bound in bounds.items():
             comparison = "<=" if self._is_bounded_above(name) else ">="
             asked.append(Gate(f"{name}{comparison}{bound:g}", name, comparison, bound))

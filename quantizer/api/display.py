@@ -47,6 +47,7 @@ ARGUMENTS = {
     "config_file": "config",
     "deploy": "target",
     "eval_data": "evaluation_data",
+    "gate": "gates",
     "output_dir": "folder",
 }
 """The arguments of Python by option of the shell. Other options have none."""

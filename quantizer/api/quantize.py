@@ -108,16 +108,14 @@ def quantize(
     """Quantize a model in one call, as `quantizer run` does: calibrate, test and write it.
 
     Args:
-        model, seed, dynamic, events: as in `calibrate`.
-        data: as in `calibrate`; None for a model of transformers if `to` needs no data.
-        to: "onnx", "openvino", "qnn", "pt2", "executorch", "litert", "tensorrt", "npu", "w8",
-            "w4", "w8a8", "fp8" or "gguf". None: "w4" if the model generates text, else "onnx".
+        model, data, seed, dynamic, events: as in `calibrate`. Some destinations need no data.
+        to: a name of `quantizer targets`. None: "w4" if the model generates text, else "onnx".
         folder: the folder for config, results, report and the written file.
         config: as in `calibrate`. None for `quantize_config.json` in the folder, or a preset.
         evaluation_data: to test and verify with. None: the last quarter of 16 samples or more.
         evaluate, lower_is_better: as in `Result.test`.
         gates: such as `["top1_drop<=0.01"]`. If one does not hold, `GateError` is raised.
-        max_mb: the most 10^6 bytes of weights with `to="w4"`, which then get 4 or 8 bits each.
+        max_mb: the most 10^6 bytes that the file may have, as `--max_mb` of `quantizer run`.
         keep_float: layers that stay in float, as `exclude` of a config names them.
         overwrite: whether other results, changed files and the config there are replaced.
         options: the options of the target, as in `Result.export`.
@@ -130,8 +128,10 @@ def quantize(
     require_result_folder(place)
     name, own_preset = destination_named(to or default_destination(model))
     target = DESTINATIONS[name].target_of(model)
-    inputs = [config] if isinstance(config, (str, os.PathLike)) else []
-    with replacing(overwrite=overwrite, inputs=inputs), in_words_of_run(target, name):
+    with (
+        replacing(overwrite=overwrite, inputs=_paths_of(config)),
+        in_words_of_run(target, name),
+    ):
         asked = _asked(gates, None if evaluate else target)
         kept = kept_names(keep_float, has_config=config is not None)
         choices = choices_for(name, checked_choices(options, target, quantize))
@@ -155,8 +155,11 @@ def quantize(
         measure = partial(_measured, typed, asked, evaluate, lower_is_better)
         write = partial(_with_file, result, evaluation_data, place, target, measure)
         quantized = write(choices, DESTINATIONS[name].choices_if_slower(options))
-        require_file_within(max_mb, name, target, quantized.path)
-    return _with_verdict(quantized, name, typed, config, asked, has_data=has_data)
+    return _with_verdict(quantized, name, typed, config, asked, max_mb, has_data=has_data)
+
+
+def _paths_of(config: AnyConfig | None) -> list[str | os.PathLike[str]]:
+    return [config] if isinstance(config, (str, os.PathLike)) else []
 
 
 def _asked(gates: str | Collection[str], target: str | None) -> list[Gate]:
@@ -170,7 +173,7 @@ def _asked(gates: str | Collection[str], target: str | None) -> list[Gate]:
         UsageError: one is not a comparison, or there is no such metric.
     """
     texts = [gates] if isinstance(gates, str) else gates
-    asked = [parse_gate(text, "gates") for text in texts]
+    asked = [parse_gate(text) for text in texts]
     if target is not None:
         require_known_names(asked, [target])
     return asked
@@ -253,6 +256,7 @@ def _with_verdict(
     folder: Path,
     config: AnyConfig | None,
     gates: Sequence[Gate],
+    max_mb: float | None,
     *,
     has_data: bool,
 ) -> Quantized:
@@ -265,6 +269,7 @@ def _with_verdict(
             the user's code has changed.
         config: as the user gave it, or the path of the one in the folder.
         gates: of the call. If one about the file does not hold, `GateError` is raised.
+        max_mb: the limit of the file; `GateError` is raised if it is larger.
         has_data: whether the call has data.
     """
     target = DESTINATIONS[name].target_of(quantized.result._model)
@@ -299,6 +304,7 @@ def _with_verdict(
         improvement=improvement,
         gates=gate_lines(gates, figures),
     )
+    require_file_within(max_mb, name, target, path)
     not_met = failed_gates(gates, of_file)
     if not_met:
         raise GateError(f"not met by {shown}: {', '.join(not_met)}", help=facts.runtime or None)

@@ -60,7 +60,7 @@ class Gate:
     metric: str
     comparison: str
     bound: float
-    option: str = "--gate"
+    option: str = "<--gate>"
 
     @property
     def measured(self) -> str:
@@ -125,7 +125,7 @@ class Gate:
         return value is not None and not self.holds({self.metric: value})
 
 
-def parse_gate(text: str, option: str = "--gate") -> Gate:
+def parse_gate(text: str, option: str = "<--gate>") -> Gate:
     """Return the gate of a text.
 
     Args:

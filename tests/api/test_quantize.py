@@ -137,9 +137,12 @@ def test_gates_about_the_file_say_which_files_have_the_metric(tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("gate", "message"),
     [
-        ("sqnr_db", "gates 'sqnr_db' is not a comparison"),
-        ("sqnr>=20", "gates 'sqnr>=20': there is no metric 'sqnr'"),
-        ("top1_drop<=0.01", "gates 'top1_drop<=0.01' is not measured: the data has no targets"),
+        ("sqnr_db", "`gates` 'sqnr_db' is not a comparison"),
+        ("sqnr>=20", "`gates` 'sqnr>=20': there is no metric 'sqnr'"),
+        (
+            "top1_drop<=0.01",
+            "`gates` 'top1_drop<=0.01' is not measured: the data has no targets",
+        ),
     ],
 )
 def test_gates_that_cannot_be_checked_are_refused_before_anything_is_written(

@@ -1,4 +1,4 @@
-"""`--for`: what a target of --deploy cannot hold is told, and refused, before anything is
+"""`--for`: what a target of --to cannot hold is told, and refused, before anything is
 calibrated.
 """
 

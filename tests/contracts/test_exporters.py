@@ -74,7 +74,7 @@ REPRODUCIBLE = [
 def needing(target: str) -> None:
     for package in EXPORTERS[target].needs:
         pytest.importorskip(
-            package, reason=f"--deploy {target} needs it (extra: {EXPORTERS[target].extra})"
+            package, reason=f"--to {target} needs it (extra: {EXPORTERS[target].extra})"
         )
 
 
@@ -182,5 +182,5 @@ def test_an_unknown_option_or_value_is_refused() -> None:
     assert refused.value.help == "did you mean onnx_weights?"
     with pytest.raises(UsageError, match="onnx_weights is 'int4'"):
         require_choices({"onnx_weights": "int4"}, ["onnx"])
-    with pytest.raises(UsageError, match="--onnx_weights is only for --deploy onnx"):
+    with pytest.raises(UsageError, match="--onnx_weights is only for --to onnx"):
         require_choices({"onnx_weights": "int8"}, ["pt2"])

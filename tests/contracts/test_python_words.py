@@ -111,14 +111,10 @@ def test_examples(text: str, expected: str) -> None:
     [
         (
             "use <--deploy safetensors, onnx or pt2>",
-            "use --to npu or pt2",
-            'use to="npu" or "pt2"',
+            "use --to safetensors, npu or pt2",
+            'use to="safetensors", "npu" or "pt2"',
         ),
-        (
-            "use <--deploy safetensors>",
-            "use test mode's --deploy safetensors",
-            'use `Result.export` with target="safetensors"',
-        ),
+        ("use <--deploy onnx --onnx_profile npu>", "use --to npu", 'use to="npu"'),
     ],
 )
 def test_a_run_is_told_of_what_runs_write(

@@ -38,8 +38,8 @@ def test_it_prints_what_its_page_says(key: str) -> None:
         "sklearn", reason="the digits come from scikit-learn; needs quantizer-torch[examples]"
     )
     example = EXAMPLES[key]
-    if any("--deploy onnx" in command for command in example["commands"]):
-        pytest.importorskip("onnxruntime", reason="--deploy onnx needs quantizer-torch[onnx]")
+    if any("--to onnx" in command for command in example["commands"]):
+        pytest.importorskip("onnxruntime", reason="--to onnx needs quantizer-torch[onnx]")
     lines = PROGRAM["printed"](example, PROGRAM["configs"](example)["after"])
     pairs = zip(example["after"], lines, strict=True)
     assert [(line, found) for line, found in pairs if not is_printed(line, found)] == []

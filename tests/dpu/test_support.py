@@ -311,7 +311,7 @@ def test_inspect_gates_decide_the_exit_code(capsys: pytest.CaptureFixture[str]) 
     )
     assert "not met: dpu_operators>=23" in capsys.readouterr().err
     assert run_command(["inspect", "--model", DIGITS, "--gate", "dpu_operators>=1"]) == 2
-    assert "add --target DPU" in capsys.readouterr().err
+    assert "add --to DPU" in capsys.readouterr().err
 
 
 def test_inspect_as_json_has_a_verdict_for_each_layer(

@@ -30,7 +30,7 @@ WEIGHTS, BIAS = QuantizationSpec(bit_width=4), QuantizationSpec(scale_type="powe
 def needing(target: str) -> None:
     for package in EXPORTERS[target].needs:
         pytest.importorskip(
-            package, reason=f"--deploy {target} needs it (extra: {EXPORTERS[target].extra})"
+            package, reason=f"--to {target} needs it (extra: {EXPORTERS[target].extra})"
         )
 
 

@@ -111,7 +111,7 @@ def test_deploying_goes_with_test_mode(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert calibrate(tmp_path / "out", "--deploy", "pt2") == 2
-    assert "--deploy needs test mode" in capsys.readouterr().err
+    assert "--to needs test mode" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
 
 
@@ -161,13 +161,13 @@ def test_a_refused_target_does_not_keep_the_others_away(
     monkeypatch: pytest.MonkeyPatch,
     check: Callable[..., int],
 ) -> None:
-    refused = raising(UsageError("--deploy pt2 cannot express this"))
+    refused = raising(UsageError("--to pt2 cannot express this"))
     monkeypatch.setattr("quantizer.export.torch_export.exporter.Pt2Exporter.verify", refused)
     assert check(copy, "--deploy", "pt2") == 2
     assert not (copy / "export").exists()
     assert check(copy, "--deploy", "pt2", "--deploy", "safetensors") == 2
     said = capsys.readouterr()
-    assert "--deploy pt2 cannot express this" in said.err
+    assert "--to pt2 cannot express this" in said.err
     assert "sqnr_db" in said.out, "what was measured before is shown"
     assert "deployed: " in said.out
     assert set(json.loads((copy / "export" / "verify.json").read_text())) == {"Net.safetensors"}

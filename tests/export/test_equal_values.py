@@ -53,6 +53,6 @@ def test_test_mode_and_files_pick_the_first(tmp_path: Path) -> None:
         are_equal = values.diff() == 0
         assert int(are_equal.sum()) > 100
         assert bool((places.diff()[are_equal] > 0).all())
-    pytest.importorskip("onnxruntime", reason="--deploy onnx needs quantizer-torch[onnx]")
+    pytest.importorskip("onnxruntime", reason="--to onnx needs quantizer-torch[onnx]")
     for target in ("onnx", "pt2", "pt2_float"):
         assert result.export(target, tmp_path / f"net.{target}").equal == 1

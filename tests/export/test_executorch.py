@@ -1,4 +1,4 @@
-"""`--deploy executorch`: ExecuTorch runs the file, and XNNPACK computes it in int8."""
+"""`--to executorch`: ExecuTorch runs the file, and XNNPACK computes it in int8."""
 
 from __future__ import annotations
 
@@ -15,9 +15,7 @@ import quantizer
 from quantizer.cli.main import run_command
 from quantizer.errors import UsageError, VerificationError
 
-pytest.importorskip(
-    "executorch.exir", reason="--deploy executorch needs it (extra: executorch)"
-)
+pytest.importorskip("executorch.exir", reason="--to executorch needs it (extra: executorch)")
 pytestmark = [
     pytest.mark.real,
     pytest.mark.shows("like MobileNetV3 (random)", "ExecuTorch with XNNPACK, if installed"),

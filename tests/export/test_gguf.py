@@ -528,7 +528,7 @@ def test_a_file_that_cannot_be_written_is_an_error_about_it(tmp_path: Path) -> N
 def test_from_init_to_a_file_on_the_shell(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Test mode with --deploy gguf measures the file's scales."""
+    """Test mode with --to gguf measures the file's scales."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "net.py").write_text(NET)
     template(tmp_path / "base.gguf", llama())
@@ -538,7 +538,7 @@ def test_from_init_to_a_file_on_the_shell(
         run_command(["plan", "--config_file", "q5.json", "--model", "net.py", "--for", "gguf"])
         == 0
     )
-    assert "--deploy gguf can express all tensors" in capsys.readouterr().out
+    assert "--to gguf can express all tensors" in capsys.readouterr().out
     assert run_command(["--quant_mode", "calib", "--config_file", "q5.json", *run]) == 0
     figures = []
     for more in ([], ["--deploy", "gguf", "--gguf_template", "base.gguf"]):
@@ -554,4 +554,4 @@ def test_from_init_to_a_file_on_the_shell(
     assert "LlamaForCausalLM.gguf" in said
     assert "outputs differ by at most 0, 100.00% are equal" in said
     assert run_command(["--quant_mode", "test", *run, "--gguf_template", "base.gguf"]) == 2
-    assert "--gguf_template is only for --deploy gguf" in capsys.readouterr().err
+    assert "--gguf_template is only for --to gguf" in capsys.readouterr().err

@@ -137,7 +137,7 @@ OF_EVERY_KIND = [target for target in FILES if target != "encodings"]
 @pytest.mark.parametrize("target", extended_except(OF_EVERY_KIND, *WITH_CODES))
 def test_weights_of_every_kind_are_equal_in_every_file(target: str, tmp_path: Path) -> None:
     for package in EXPORTERS[target].needs:
-        pytest.importorskip(package, reason=f"--deploy {target} needs it")
+        pytest.importorskip(package, reason=f"--to {target} needs it")
     refused = NOT_IN.get(target, [])
     given = side_by_side(
         *({"weights": kind} for name, kind in WEIGHTS.items() if name not in refused)
@@ -227,7 +227,7 @@ def test_onnx_refuses_what_it_cannot_say_with_the_first_layers(kind: str) -> Non
         require_expressible(CHECKED_TARGETS["onnx"], given.graph, given.solution.specs, -1)
     inputs = [f"{role} of {layer}" for layer, role in given.solution.tensors if role == "input"]
     assert refused.value.message.startswith(
-        f"--deploy onnx: {', '.join(inputs[:5])} and {len(inputs) - 5} more: each "
+        f"--to onnx: {', '.join(inputs[:5])} and {len(inputs) - 5} more: each "
     )
 
 

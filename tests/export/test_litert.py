@@ -1,4 +1,4 @@
-"""`--deploy litert`: LiteRT runs the file with its int8 kernels."""
+"""`--to litert`: LiteRT runs the file with its int8 kernels."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ import quantizer
 from quantizer.cli.main import run_command
 
 for _package in ("litert_torch", "ai_edge_litert"):
-    pytest.importorskip(_package, reason="--deploy litert needs it (extra: litert)")
+    pytest.importorskip(_package, reason="--to litert needs it (extra: litert)")
 pytestmark = [
     pytest.mark.real,
     pytest.mark.shows("like MobileNetV2 (random)", "LiteRT, if installed"),

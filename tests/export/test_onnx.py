@@ -258,7 +258,7 @@ def test_what_onnx_cannot_say_is_refused(
     given = on_nodes(Shifts(1), torch.rand(2, 3), "activation", [spec])
     error = refusal(replace(given, opset=opset), tmp_path)
     assert isinstance(error, UsageError)
-    assert error.message == f"--deploy onnx: activation of Shifts::Shifts/mul {why}"
+    assert error.message == f"--to onnx: activation of Shifts::Shifts/mul {why}"
     assert help_ in str(error.help)
 
 
@@ -267,14 +267,14 @@ def test_all_that_onnx_cannot_say_is_one_sentence(tmp_path: Path) -> None:
         Shifts(7), torch.rand(2, 3), "activation", [QuantizationSpec(bit_width=20)] * 7
     )
     message = refusal(given, tmp_path).message
-    assert message.startswith("--deploy onnx: activation of Shifts::Shifts/mul, activation of ")
+    assert message.startswith("--to onnx: activation of Shifts::Shifts/mul, activation of ")
     assert message.endswith(" and 2 more: each has 20 bits; ONNX takes 16 or fewer")
 
 
 @pytest.mark.parametrize("opset", [0, 17, 24, 10**9])
 def test_operator_sets_out_of_reach_are_refused(opset: int, tmp_path: Path) -> None:
     error = refusal(replace(deployment("tied"), opset=opset), tmp_path)
-    assert error.message == f"--deploy onnx writes operator sets 18 to 23, not {opset}"
+    assert error.message == f"--to onnx writes operator sets 18 to 23, not {opset}"
 
 
 def test_tensors_that_do_not_fit_one_message_lie_beside_the_file(

@@ -1,4 +1,4 @@
-"""`--deploy executorch` and `litert`, as far as no engine is needed: what is refused before
+"""`--to executorch` and `litert`, as far as no engine is needed: what is refused before
 calibration, and the program that a compiler gets.
 """
 
@@ -158,7 +158,7 @@ def test_an_activation_without_a_kernel_is_refused(
     changed = next(key for key in specs if key[1] == "activation")
     specs[changed] = QuantizationSpec(**fields)
     error = refusal_of(target, graph, specs)
-    assert f"--deploy {target}: activation of {changed[0]} {why}" in str(error)
+    assert f"--to {target}: activation of {changed[0]} {why}" in str(error)
     assert remedy in str(error.help)
 
 
@@ -172,7 +172,7 @@ def test_a_weight_without_a_kernel_is_refused(
     [changed] = [key for key in specs if "[fc]" in key[0] and key[1] == "weights"]
     specs[changed] = QuantizationSpec(**fields)
     error = refusal_of(target, graph, specs)
-    assert f"--deploy {target}: weights of {changed[0]} {why}" in str(error)
+    assert f"--to {target}: weights of {changed[0]} {why}" in str(error)
     assert remedy in str(error.help)
 
 
@@ -258,7 +258,7 @@ def test_plans_are_checked_without_the_packages(
     assert run_command([*command, "--config_file", PRESET]) == 0
     printed = capsys.readouterr().out
     for target in PHONES:
-        assert f"--deploy {target} can express all tensors" in printed
+        assert f"--to {target} can express all tensors" in printed
     dynamic = str(ROOT / "configs" / "dynamic_int8.json")
     assert run_command([*command, "--config_file", dynamic]) == 2
     assert "give it a static range" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""`--deploy pt2`: integer weights and operators that torch's compiler and ExecuTorch know, with
+"""`--to pt2`: integer weights and operators that torch's compiler and ExecuTorch know, with
 test mode's values.
 """
 
@@ -314,7 +314,7 @@ def test_the_integers_go_with_the_target(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert check(tmp_path / "none", "--deploy", "onnx", "--pt2_activations", "int8") == 2
-    assert "--pt2_activations is only for --deploy pt2" in capsys.readouterr().err
+    assert "--pt2_activations is only for --to pt2" in capsys.readouterr().err
 
 
 def test_integers_that_no_consumer_takes_are_refused(tmp_path: Path) -> None:

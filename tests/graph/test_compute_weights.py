@@ -146,7 +146,7 @@ def test_rare_operators_on_the_models_own_tensors_run_once(tmp_path: Path) -> No
     ]
     with torch.no_grad():
         torch.testing.assert_close(Network(graph)(x), model(x))
-    pytest.importorskip("onnxruntime", reason="--deploy onnx needs quantizer-torch[onnx]")
+    pytest.importorskip("onnxruntime", reason="--to onnx needs quantizer-torch[onnx]")
     result = quantizer.quantize(model, [x, x + 1], to="onnx", folder=tmp_path)
     assert result.verification.sqnr_db > 60  # type: ignore[operator]
 
@@ -220,7 +220,7 @@ def test_biases_that_the_input_decides_are_added_apart(tmp_path: Path) -> None:
     assert kept == ["linear", "conv2d", "conv2d_bias", "conv2d_add", "linear", "linear_add"]
     result = quantizer.calibrate(model, ROOT / "configs" / "cpu_int8.json", batches)
     assert result.test(batches).metrics["sqnr_db"] > 25
-    pytest.importorskip("onnxruntime", reason="--deploy onnx needs quantizer-torch[onnx]")
+    pytest.importorskip("onnxruntime", reason="--to onnx needs quantizer-torch[onnx]")
     assert result.export("onnx", tmp_path / "net.onnx").equal == 1
 
 
