@@ -20,6 +20,7 @@ RISE = "_rise"
 RATIO = "_ratio"
 """The end of the names of metrics that are the quotient of the quantized and the float one."""
 LATENCY = "latency_ms"
+FILE_SIZE = "file_mb"
 """The metric of the time of a call."""
 FIT_INPUTS = "fits a config to the inputs of linear layers"
 """What a part does: it adds an algorithm to a config that is fitted to a model."""
@@ -110,7 +111,8 @@ class ExportTarget:
     @property
     def metrics(self) -> tuple[str, ...]:
         """Return all metrics that are measured on its file."""
-        return (*self.int8_metrics, LATENCY) if self.is_timed else self.int8_metrics
+        timed = (LATENCY,) if self.is_timed else ()
+        return (*self.int8_metrics, *timed, FILE_SIZE)
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,16 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from quantizer.declarations import DROP, HIGHER, LATENCY, LOWER, RATIO, RISE, MetricWords
+from quantizer.declarations import (
+    DROP,
+    FILE_SIZE,
+    HIGHER,
+    LATENCY,
+    LOWER,
+    RATIO,
+    RISE,
+    MetricWords,
+)
 from quantizer.plugins import plugins
 from quantizer.rows import NumberFormat, ObserverClass, RangeMethod
 
@@ -339,8 +348,11 @@ METRICS: dict[str, MetricWords] = {
     LATENCY: MetricWords(
         "ms",
         LOWER,
-        "with `--deploy` for an engine whose speed is measured: the time of one call of the "
+        "with `--to` for an engine whose speed is measured: the time of one call of the "
         "file with the first batch, the median of rounds that alternate with float",
+    ),
+    FILE_SIZE: MetricWords(
+        "10^6 bytes", LOWER, "with `--to`: the size of the file; of several, the largest"
     ),
 }
 """By the names of the metrics, in the order of the documentation. X stands for a metric of the

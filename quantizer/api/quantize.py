@@ -38,7 +38,7 @@ from quantizer.export.destinations import (
     in_words_of_run,
     preset_for,
 )
-from quantizer.export.exporting import export_summary, figures_of_file
+from quantizer.export.exporting import export_summary, figures_of_file, size_on_disk
 from quantizer.export.gates import (
     Gate,
     about_networks,
@@ -275,7 +275,8 @@ def _with_verdict(
     target = DESTINATIONS[name].target_of(quantized.result._model)
     improvement = DESTINATIONS[name].improvement(has_data=has_data)
     path, verification = quantized.path, quantized.verification
-    of_file = figures_of_file(target, verification)
+    size = size_on_disk(target, path)
+    of_file = figures_of_file(target, verification, size)
     figures = {**quantized.comparison._scores.gated, **of_file}
     tested = quantized.comparison.to_json()
     tested["gates"] = held_gates(gates, figures)
@@ -298,7 +299,7 @@ def _with_verdict(
         untraced=untraced,
         remarks=remarks_on_data(quantized.result._batches),
         path=str(shown),
-        size=tested["exports"][0]["bytes"],
+        size=size,
         tested=tested,
         config=_name_of(config, quantized.folder, folder),
         improvement=improvement,

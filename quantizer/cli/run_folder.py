@@ -291,7 +291,7 @@ def remember(
 
     Args:
         opened: the results.
-        mode: the name of the command: "calib", "test" or "merge".
+        mode: the name of the command: "calib", "test", "merge" or "retune".
         words: the command.
         place: the folder to write to; that of the results if None.
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from quantizer.calibration.events import NO_FOLLOWER, Events, RunStage
 from quantizer.config.wording import did_you_mean, joined
-from quantizer.declarations import DROP, LATENCY
+from quantizer.declarations import DROP, FILE_SIZE, LATENCY
 from quantizer.errors import ModelError, UsageError, VerificationError
 from quantizer.export.exporter import exporter_of, new_files
 from quantizer.export.refusals import refused_by_libraries, require_expressible
@@ -239,14 +239,15 @@ def _make_program(graph: Graph, batch: Batch) -> None:
     float_program(Deployment(graph, Solution({}), *call))
 
 
-def figures_of_file(target: str, verified: Verification) -> dict[str, float]:
+def figures_of_file(target: str, verified: Verification, size: int) -> dict[str, float]:
     """Return the figures of a verified file that gates may be about, by name.
 
     Args:
         target: the name of its target.
         verified: its comparison with test mode.
+        size: its bytes.
     """
-    figures: dict[str, float] = {}
+    figures: dict[str, float] = {FILE_SIZE: size / 1e6}
     kernels = verified.used_kernels
     if kernels is not None:
         shares = zip(EXPORTERS[target].int8_metrics, kernels.shares, strict=True)

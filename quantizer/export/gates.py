@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 from quantizer.comparison.output_figures import ROWS_KEPT, WORST_SAMPLES, metric_names
-from quantizer.declarations import DROP, LATENCY, RISE
+from quantizer.declarations import DROP, FILE_SIZE, LATENCY, RISE
 from quantizer.errors import UsageError
 from quantizer.evaluation.scores import metrics_of_both, remark_on_samples
 from quantizer.export.targets import EXPORTERS
@@ -237,7 +237,7 @@ def require_products(gates: Iterable[Gate], graph: Graph) -> None:
         if node.row.kind == "mac" and not node.row.scales_channels:
             return
     why = "the network has no multiplications"
-    require_measured(gates, dict.fromkeys(OF_FILES - {LATENCY}, why))
+    require_measured(gates, dict.fromkeys(OF_FILES - {FILE_SIZE, LATENCY}, why))
 
 
 def require_measurable(

@@ -48,7 +48,7 @@ more codes than the sample has values.
 """
 _MAX_STRIP_BARS = 240
 """The most bars of a strip of channels. With more channels, a bar is the range of several."""
-_COMMAND_ORDER = ("merge", "calib", "test")
+_COMMAND_ORDER = ("merge", "calib", "retune", "test")
 """The modes of commands that make results, in the order in which they run."""
 _HEADER = ("quantizer", "torch", "threads", "batches", "data", "seed", "config")
 _OF_TEST: JsonMapping = {

@@ -93,7 +93,7 @@ def next_step(
     """
     if improvement:
         return NextStep(improvement)
-    if has_model_file and "config_file" not in options and "init" in commands():
+    if _has_default_config(tested) and "init" in commands():
         text = (
             f"`{_MAKE_CONFIG}` writes a config for the DPU, which was the default here. "
             "`quantizer analyze` and CI need it as --config_file."
@@ -125,6 +125,15 @@ def next_step(
             f"check in {config}; `quantizer.calibrate` with it{arguments} repeats this."
         )
     return NextStep(f"check in {config}, and repeat this in CI:", tuple(_repeating(tested)))
+
+
+def _has_default_config(tested: JsonMapping) -> bool:
+    """Return whether a command of the shell has calibrated without a config."""
+    for command in tested.get("commands", ()):
+        options = _options_of_command(command)
+        if options.get("quant_mode") == ["calib"] and "config_file" not in options:
+            return True
+    return False
 
 
 def try_next(content: JsonMapping) -> NextStep:

@@ -110,6 +110,7 @@ def value_text(value: Any) -> str:
 
 _MAX_METRICS = 3
 _MAX_NAMES = 3
+_MAX_REASONS = 3
 _MOST_PERCENT = 200
 
 
@@ -140,7 +141,9 @@ def judgement(gates: Sequence[str], *, is_failed: bool) -> str:
     'NOT JUDGED: no --gate says what has to hold.'
     """
     if is_failed:
-        return f"{FAIL}: {'; '.join(gates) or 'the error below says why.'}"
+        is_missed = any(": not met" in line for line in gates)
+        texts = [*gates] if is_missed else ["the error below says why", *gates]
+        return f"{FAIL}: {'; '.join(texts)}" + ("" if gates else ".")
     if gates:
         return f"{PASS}: {'; '.join(gates)}"
     return f"{NOT_JUDGED}: no --gate says what has to hold."
@@ -159,18 +162,21 @@ def warning_lines(tested: JsonMapping) -> Iterator[str]:
 
 
 def float_lines(reasons: Mapping[str, str]) -> Iterator[str]:
-    """Yield a line on layers with weights that stay in float, with the most frequent reason."""
+    """Yield a line on layers with weights that stay in float, with the commonest reasons."""
     layers_by_reason: dict[str, list[str]] = {}
     for layer, reason in reasons.items():
         layers_by_reason.setdefault(reason, []).append(layer)
     if not layers_by_reason:
         return
-    reason, layers = max(layers_by_reason.items(), key=lambda item: len(item[1]))
-    text = f"In float: {first_names(layers, _MAX_NAMES)} ({reason})"
-    others = len(reasons) - len(layers)
+    groups = sorted(layers_by_reason.items(), key=lambda item: -len(item[1]))
+    texts: list[str] = []
+    others = len(reasons)
+    for reason, layers in groups[:_MAX_REASONS]:
+        texts.append(f"{first_names(layers, _MAX_NAMES)} ({reason})")
+        others -= len(layers)
     if others:
-        text += f", and {counted(others, 'layer')} for other reasons"
-    yield f"{text}."
+        texts.append(f"and {counted(others, 'layer')} for other reasons")
+    yield f"In float: {'; '.join(texts)}."
 
 
 def _metrics(tested: JsonMapping) -> Iterator[str]:

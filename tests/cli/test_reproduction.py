@@ -247,16 +247,32 @@ def test_retuned_results_are_calibrated_again_with_the_config_of_their_report(
     given = ["--model", "net.py", "--output_dir", "out", "--seed", "4"]
     (place / "configs" / "plain.json").write_text(json.dumps(document()))
     assert run_command(["--quant_mode", "calib", *given, *CONFIG]) == 0
-    assert run_command(["retune", "out", "--statistic", "mean"]) == 0
+    changed = ["-o", "changed.json"]
+    assert run_command(["retune", "out", "--statistic", "mean", *changed]) == 0
     report = json.loads((place / "out" / "report.json").read_text())
     [command] = report["commands"]
-    (place / "configs" / "plain.json").write_text(report["config"]["text"])
+    assert "--config_file changed.json" in command
+    assert (place / "changed.json").read_text() == report["config"]["text"]
     assert run_command([*shlex.split(command)[1:], "--output_dir", "again"]) == 0
     first, again = written(place / "out"), written(place / "again")
     assert {name for name in first if first[name] != again.get(name)} == {
         "plan.json",
         "checksums.json",
-    }, "rules are left out"
+        "report.html",
+        "report.json",
+    }, "rules and the name of the config"
+
+
+def test_results_retuned_without_a_new_config_are_retuned_again(place: Path) -> None:
+    given = ["--model", "net.py", "--output_dir", "out", "-q"]
+    (place / "configs" / "plain.json").write_text(json.dumps(document()))
+    assert run_command(["--quant_mode", "calib", *given, *CONFIG]) == 0
+    assert run_command(["retune", "out", "--statistic", "mean"]) == 0
+    before = written(place / "out")
+    commands = json.loads((place / "out" / "run.json").read_text())["commands"]
+    for name in ("calib", "retune"):
+        assert run_command(commands[name][1:]) == 0
+    assert written(place / "out") == before
 
 
 @pytest.mark.slow

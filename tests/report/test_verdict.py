@@ -68,7 +68,10 @@ def test_a_good_run() -> None:
             {"gates": ["gate b>=1: not met (0)", "gate a>=1: met (2)"], "not_met": ["b>=1"]},
             "FAIL: gate b>=1: not met (0); gate a>=1: met (2)",
         ),
-        ({"gates": ["gate a>=1: met (2)"], "is_failed": True}, "FAIL: gate a>=1: met (2)"),
+        (
+            {"gates": ["gate a>=1: met (2)"], "is_failed": True},
+            "FAIL: the error below says why; gate a>=1: met (2)",
+        ),
         # In Python the caller judges
         ({"model_option": ""}, "Wrote out/Net.onnx: int8 weights"),
     ],
@@ -134,9 +137,7 @@ def test_a_run_of_many_findings_keeps_to_eight_lines_and_its_next_step() -> None
     lines = verdict(crowded)
     assert len(lines) <= MAX_LINES
     assert "These figures are of random data." in lines
-    assert (
-        "In float: conv1 (its output is 16 bits wide), and 1 layer for other reasons." in lines
-    )
+    assert "In float: conv1 (its output is 16 bits wide); head (the config says so)." in lines
     assert lines[-1].startswith("Next: `quantizer analyze --metric 'sqnr_db>=50'")
 
 

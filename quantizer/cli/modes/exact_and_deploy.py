@@ -162,8 +162,8 @@ def deploy(
         summary = export_summary(target, path, verified)
         exports.append(summary)
         lines += _lines_of_file(path, summary["bytes"], verified, view)
-        for name, figure in figures_of_file(target, verified).items():
-            # Of several files, the slowest counts
+        for name, figure in figures_of_file(target, verified, summary["bytes"]).items():
+            # Of several files, the slowest and the largest count
             metrics[name] = max(figure, metrics.get(name, figure))
     if files or folder.exists():
         write_json(folder / "verify.json", files)

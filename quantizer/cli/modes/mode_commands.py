@@ -14,10 +14,7 @@ from quantizer.cli.arguments.places import from_start
 from quantizer.cli.terminal import process
 from quantizer.cli.terminal.render import say_note
 from quantizer.config.resources import preset_text
-from quantizer.config.run_config import RUN_CONFIG, restored_if_refused
 from quantizer.errors import UsageError
-from quantizer.storage.files import cannot_use
-from quantizer.storage.replacing import replace_file
 
 _MODE = "quantizer.cli.modes.run_mode:run_mode"
 _PRESET = "cpu_int8"
@@ -61,6 +58,9 @@ def calib(options: Options) -> int:
         return _run(options)
     if process.is_rank():
         raise UsageError("torchrun needs a config", help="give one with --config_file")
+    # It imports what only an installation with torch has
+    from quantizer.config.run_config import restored_if_refused
+
     folder = from_start(options.output_dir)
     with restored_if_refused(folder):
         return _run(replace(options, config_file=_config_of(options)))
@@ -104,8 +104,11 @@ def _config_of(options: Options) -> str:
     Raises:
         ResultError: it cannot be written, or the folder is not one for results.
     """
-    # It imports torch
+    # As in `calib`
+    from quantizer.config.run_config import RUN_CONFIG
     from quantizer.results.result_set import mark_result_folder, require_result_folder
+    from quantizer.storage.files import cannot_use
+    from quantizer.storage.replacing import replace_file
 
     folder = from_start(options.output_dir)
     path = folder / RUN_CONFIG

@@ -1,6 +1,6 @@
 """`quantizer retune`: recomputes scales from stored statistics, without model and data."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -108,7 +108,7 @@ def retune(folder: str, options: RetuneOptions) -> None:
     if not options.dry_run:
         require_result_folder(target)
         require_expendable(target, [place], overwrite=options.overwrite)
-        _write(before, result, target, overwrite=options.overwrite)
+        _write(before, result, target, options)
     if options.file:
         write_output(options.file, result.text)
     rows = _rows(before, result)
@@ -129,14 +129,14 @@ def retune(folder: str, options: RetuneOptions) -> None:
 
 
 def _write(
-    before: CalibratedFolder, result: RetunedFolder, target: Path, *, overwrite: bool
+    before: CalibratedFolder, result: RetunedFolder, target: Path, options: RetuneOptions
 ) -> None:
     """Write the result folder and its report."""
     files = before.opened.files
     is_same = target.resolve() == before.opened.folder.resolve()
     lock = locked_as_opened(files) if is_same else locked(target)
     with lock:
-        check_owner(target, before.header["model"], overwrite=overwrite)
+        check_owner(target, before.header["model"], overwrite=options.overwrite)
         entries, statistics = result.entries
         before.write(
             target,
@@ -147,14 +147,39 @@ def _write(
         )
         opened = open_written(target)
         commands = None
-        calib_command = before.opened.commands.get("calib")
-        if calib_command is not None:
-            # A calibration with the changed config has the same result.
-            name = Path(result.config.source).name
-            words = _with_config(without_places(calib_command), name)
-            words += ["--output_dir", from_here(str(target))]
-            commands = remember(opened, "calib", words)
+        for name, words in _commands(before.opened.commands, target, options).items():
+            commands = remember(opened, name, words)
+            opened = open_written(target)
         write_report(opened, commands=commands)
+
+
+def _commands(
+    before: Mapping[str, Sequence[str]], target: Path, options: RetuneOptions
+) -> dict[str, list[str]]:
+    """Return the commands that make the retuned results again: a calibration with the changed
+    config, if it was written, or else the same two steps.
+
+    Args:
+        before: those of the results before.
+        target: the folder of the retuned results.
+        options: of the command.
+    """
+    if "calib" not in before:
+        return {}
+    folder = from_here(str(target))
+    calib = [*without_places(before["calib"]), "--output_dir", folder]
+    if options.file:
+        return {"calib": _with_config(calib, from_here(options.file))}
+    if "retune" in before:
+        return {}
+    words = ["quantizer", "retune", folder]
+    for name in ("method", "percentage", "statistic"):
+        value = getattr(options, name)
+        if value is not None:
+            words += [f"--{name}", str(value)]
+    for layer in options.layer:
+        words += ["--layer", layer]
+    return {"calib": calib, "retune": words}
 
 
 def _layers(words: tuple[str, ...], folder: CalibratedFolder) -> frozenset[str]:
@@ -207,11 +232,13 @@ def _ratio(row: dict[str, object]) -> str:
 
 
 def _with_config(words: Sequence[str], name: str) -> list[str]:
-    """Return the command of a calibration with this config file, unless it has one.
+    """Return the command of a calibration with this config file.
 
     >>> _with_config(["quantizer", "--quant_mode", "calib", "--seed", "1"], "config.json")
     ['quantizer', '--quant_mode', 'calib', '--config_file', 'config.json', '--seed', '1']
     """
-    if "--config_file" in words:
-        return list(words)
-    return [*words[:3], "--config_file", name, *words[3:]]
+    others = list(words)
+    if "--config_file" in others:
+        place = others.index("--config_file")
+        del others[place : place + 2]
+    return [*others[:3], "--config_file", name, *others[3:]]
