@@ -52,7 +52,7 @@ def with_install_lines(page: str, *, published: bool, address: str) -> str:
         address: of the repository, or nothing.
 
     >>> print(with_install_lines("pip install '.[llm]'", published=False, address=""))
-    pip install '.[llm]'  # in a clone of this repository
+    pip install -c constraints.txt '.[llm]'  # in a clone of this repository
     >>> print(with_install_lines("pip install '.[llm]'", published=True, address=""))
     pip install 'quantizer-torch[llm]'
     """
@@ -72,7 +72,11 @@ def _command(found: re.Match[str], *, published: bool, clone: str) -> str:
     index = found["index"] or ""
     if published:
         return f"{tick}{pip}'quantizer-torch{extras}'{index}{tick}"
-    command = f"{tick}{pip}{found['pinned'] or ''}'.{extras}'{index}{tick}"
+    pinned = found["pinned"] or ""
+    if "llm" in extras:
+        # Other versions of transformers do not read each checkpoint
+        pinned = "-c constraints.txt "
+    command = f"{tick}{pip}{pinned}'.{extras}'{index}{tick}"
     if tick:
         return f"{command} in a clone"
     commented = f"{command}  # in {clone}"

@@ -183,7 +183,8 @@ def require_file_within(
     if size > max_mb * 1e6:
         raise GateError(
             f"<--max_mb {max_mb:g}>: {path.name} takes {size / 1e6:.4g} MB",
-            help="raise the limit; or lower it, and a preset with fewer bits is taken",
+            help="a file also has names and a vocabulary: give a limit below the "
+            "size of the weights, so that a preset with fewer bits is taken, or raise it",
         )
 
 

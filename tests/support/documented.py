@@ -32,7 +32,7 @@ class Commands:
         *quantizing, ending = (shlex.split(line, comments=True) for line in lines)
         extra = None
         if quantizing[0][:2] == ["pip", "install"]:
-            extra = quantizing.pop(0)[2]
+            extra = quantizing.pop(0)[-1]
         assert ending[:2] == ["python", "-c"]
         assert all(words[0] == "quantizer" for words in quantizing)
         return cls(extra, [words[1:] for words in quantizing], ending[2])
