@@ -111,7 +111,7 @@ def test_deploying_goes_with_test_mode(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert calibrate(tmp_path / "out", "--deploy", "pt2") == 2
-    assert "--to needs test mode" in capsys.readouterr().err
+    assert "--deploy needs test mode" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
 
 

@@ -402,7 +402,7 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str, str]] = {
         config(integer("uint8", symmetric=False)),
         {},
         "has 8 bits and a zero point, and blocks with a minimum 4 or 5",
-        "quantizer init --strategy gguf_q4_1",
+        "quantizer init --preset gguf_q4_1",
     ),
     "16 bits": (
         config(integer("int16", **CHANNEL)),
