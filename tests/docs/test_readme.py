@@ -85,7 +85,7 @@ def check_table(printed: str) -> None:
     """Compare the first table with what the first block prints."""
     rows = re.findall(r"^\| (\w+)[^|]*\| ([^|]+) \| ([^|]+) \|$", README, re.M)
     shown = {name: (before, after) for name, before, after in rows}
-    (metric,) = re.findall(r"top1 is ([\d.]+), in float ([\d.]+)\.", printed)
+    (metric,) = re.findall(r"top1 is (\d+\.\d+), in float (\d+\.\d+)", printed)
     for told, measured in zip(shown["accuracy"], reversed(metric), strict=True):
         assert float(told) == pytest.approx(float(measured), abs=0.001)
     before, after = shown["weights"]

@@ -58,7 +58,7 @@ def test_the_source_distribution_is_the_checkout_and_builds_its_wheel(tmp_path: 
     assert of_source == content(built(checkout, "build_wheel", tmp_path / "direct"))
     of_tests = ("tests/", "docs/", "benchmarks/", "examples/")
     assert [name for name in of_source if name.startswith(of_tests)] == []
-    assert "quantizer/examples/digits.py" in of_source
+    assert "quantizer/examples/mnist.py" in of_source
     (metadata,) = [name for name in of_source if name.endswith(".dist-info/METADATA")]
     described(of_source[metadata])
 
