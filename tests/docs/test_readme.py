@@ -91,7 +91,10 @@ def check_table(printed: str) -> None:
     before, after = shown["weights"]
     assert f"Weights take {before} in float, {after} quantized." in printed
     speed = re.findall(r"10 of 10 multiplications in int8; ([\d.]+)x the speed of", printed)
-    assert float(speed[0]) > 1, "processors differ, but it is faster than in float"
+    assert "10 of 10 multiplications in int8" in printed
+    # A busy machine prints no speed
+    for ratio in speed:
+        assert float(ratio) > 1, "processors differ, but it is faster than in float"
 
 
 def check_environment(shell: Shell) -> None:

@@ -33,7 +33,7 @@ def commands(part: str) -> list[str]:
 def walked(part: str, capsys: Capture) -> dict[str, tuple[int, str]]:
     """The commands after the installation, with their exit codes and what they print."""
     install, *rest = commands(part)
-    assert re.match(r"pip install '(\.|quantizer-torch)\[", install)
+    assert re.match(r"pip install (?:-c constraints\.txt )?'(\.|quantizer-torch)\[", install)
     assert len(rest) < 12
     Path("quantize_config.json").write_text(
         re.findall(r"```json\n(.*?)```", part, re.DOTALL)[0]
