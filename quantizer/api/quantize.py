@@ -42,10 +42,10 @@ from quantizer.export.exporting import export_summary, figures_of_file, size_on_
 from quantizer.export.gates import (
     Gate,
     about_networks,
-    failed_gates,
     gate_lines,
     held_gates,
     not_measured_by_targets,
+    not_met_gates,
     parse_gate,
     require_known_names,
     require_measured,
@@ -58,12 +58,7 @@ from quantizer.export.refusals import (
     require_model,
     require_operators,
 )
-from quantizer.export.sized_widths import (
-    SizedRun,
-    config_file,
-    require_file_within,
-    require_sized,
-)
+from quantizer.export.sized_widths import SizedRun, config_file, require_sized, size_gates
 from quantizer.export.targets import EXPORTERS, FOLDER, checked_choices, checked_target
 from quantizer.export.value_names import require_fitting_names
 from quantizer.graph.ir import Graph
@@ -71,6 +66,7 @@ from quantizer.graph.modules import Untraced, untraced_part
 from quantizer.nn.layer import check_float
 from quantizer.plan.fit.kept_float import kept_names
 from quantizer.report.content import write_report
+from quantizer.report.next_step import FILE_REMEDY
 from quantizer.report.tables import as_csv
 from quantizer.report.verdict import VerdictFacts, verdict
 from quantizer.results.checkpoint import Checkpoints
@@ -132,7 +128,7 @@ def quantize(
         replacing(overwrite=overwrite, inputs=_paths_of(config)),
         in_words_of_run(target, name),
     ):
-        asked = _asked(gates, None if evaluate else target)
+        asked = _asked(gates, target, evaluate) + size_gates(max_mb, name, target)
         kept = kept_names(keep_float, has_config=config is not None)
         choices = choices_for(name, checked_choices(options, target, quantize))
         has_data = data is not None
@@ -155,26 +151,28 @@ def quantize(
         measure = partial(_measured, typed, asked, evaluate, lower_is_better)
         write = partial(_with_file, result, evaluation_data, place, target, measure)
         quantized = write(choices, DESTINATIONS[name].choices_if_slower(options))
-    return _with_verdict(quantized, name, typed, config, asked, max_mb, has_data=has_data)
+    return _with_verdict(quantized, name, typed, config, asked, has_data=has_data)
 
 
 def _paths_of(config: AnyConfig | None) -> list[str | os.PathLike[str]]:
     return [config] if isinstance(config, (str, os.PathLike)) else []
 
 
-def _asked(gates: str | Collection[str], target: str | None) -> list[Gate]:
+def _asked(gates: str | Collection[str], target: str, evaluate: Any) -> list[Gate]:
     """Return the gates of a call; a single one may stand without a list.
 
     Args:
         gates: their texts.
-        target: of the file; None if `evaluate` measures metrics of any names.
+        target: of the file.
+        evaluate: the user's function, which measures metrics of any names; None if there is
+            none.
 
     Raises:
         UsageError: one is not a comparison, or there is no such metric.
     """
     texts = [gates] if isinstance(gates, str) else gates
     asked = [parse_gate(text) for text in texts]
-    if target is not None:
+    if evaluate is None:
         require_known_names(asked, [target])
     return asked
 
@@ -256,7 +254,6 @@ def _with_verdict(
     folder: Path,
     config: AnyConfig | None,
     gates: Sequence[Gate],
-    max_mb: float | None,
     *,
     has_data: bool,
 ) -> Quantized:
@@ -269,7 +266,6 @@ def _with_verdict(
             the user's code has changed.
         config: as the user gave it, or the path of the one in the folder.
         gates: of the call. If one about the file does not hold, `GateError` is raised.
-        max_mb: the limit of the file; `GateError` is raised if it is larger.
         has_data: whether the call has data.
     """
     target = DESTINATIONS[name].target_of(quantized.result._model)
@@ -279,7 +275,7 @@ def _with_verdict(
     of_file = figures_of_file(target, verification, size)
     figures = {**quantized.comparison._scores.gated, **of_file}
     tested = quantized.comparison.to_json()
-    tested["gates"] = held_gates(gates, figures)
+    tested["gates"] = {gate.text: False for gate in gates} | held_gates(gates, figures)
     tested["exports"] = [export_summary(target, path, verification)]
     tested["improvement"] = improvement
     with locked(quantized.folder):
@@ -305,10 +301,10 @@ def _with_verdict(
         improvement=improvement,
         gates=gate_lines(gates, figures),
     )
-    require_file_within(max_mb, name, target, path)
-    not_met = failed_gates(gates, of_file)
+    not_met = not_met_gates(gates, figures, is_complete=True)
     if not_met:
-        raise GateError(f"not met by {shown}: {', '.join(not_met)}", help=facts.runtime or None)
+        remedies = [text for text in (facts.runtime, FILE_REMEDY) if text]
+        raise GateError(f"not met by {shown}: {', '.join(not_met)}", help=remedies)
     return replace(
         quantized,
         path=shown,

@@ -184,6 +184,8 @@ def explained(error: click.ClickException) -> tuple[str, str]:
     if context is None:
         context = click.Context(click.Command("quantizer"), info_name="quantizer")
     usage = f"`{context.command_path} --help` lists all options"
+    if context.parent is None:
+        usage = "`quantizer calib --help` and `quantizer test --help` list the options of modes"
     form = f"write {' '.join(context.get_usage().removeprefix('Usage:').split())}"
     parameters = context.command.get_params(context)
     options = [parameter for parameter in parameters if isinstance(parameter, click.Option)]

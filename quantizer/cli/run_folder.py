@@ -10,6 +10,7 @@ Commands of another calibration, or edited ones, are dropped.
 import logging
 import os
 import platform
+import shlex
 import sys
 import time
 import traceback
@@ -30,7 +31,7 @@ from quantizer.cli.arguments.options import RUN, Options, each_option, word_of
 from quantizer.cli.arguments.places import from_start
 from quantizer.cli.terminal.screen import screen
 from quantizer.distributed import Ranks
-from quantizer.errors import QuantizerError, ResultError
+from quantizer.errors import QuantizerError, ResultError, UsageError
 from quantizer.export.targets import EXPORTERS, FOLDER
 from quantizer.graph.ir import Graph
 from quantizer.nn.load import INFO_FILE
@@ -43,6 +44,7 @@ from quantizer.results.folder import (
     RUN_FILE,
     OpenedResults,
     open_written,
+    read_info,
 )
 from quantizer.results.result_set import (
     ReadOnlyError,
@@ -232,6 +234,32 @@ def names_same_source(options: Options, command: Sequence[str]) -> bool:
         if option in ("--model", "--data"):
             named += [option, value]
     return named == option_words(options, ("model", "data"))
+
+
+def missing_data(options: Options) -> UsageError:
+    """Return the error about missing data, with those that the calibration in the folder of
+    the results had, if there is one.
+    """
+    # Only this error needs it
+    from quantizer.sources.kinds import advice_without_data
+
+    message = "Missing option '--data'"
+
+    try:
+        command = read_info(from_start(options.output_dir)).commands.get("calib", [])
+    except QuantizerError:
+        command = []
+    for option, value in pairwise(command):
+        if option == "--data":
+            place = shlex.quote(value)
+            remedy = f"the run in {options.output_dir} had --data {place}: give it again"
+            return UsageError(message, help=remedy)
+    remedy = (
+        f"give --data, or add calibration_data() to the model's file{advice_without_data()}. "
+        "A config without static activations and without algorithms needs only the shape of "
+        "an input: --data random:1x3x224x224, or example_input() in the model's file"
+    )
+    return UsageError(message, help=remedy)
 
 
 def option_words(options: Options, names: Collection[str]) -> list[str]:

@@ -12,6 +12,7 @@ import torch
 
 from quantizer.cli.arguments.options import Options
 from quantizer.cli.arguments.places import from_start, unmoved
+from quantizer.cli.run_folder import missing_data
 from quantizer.cli.terminal.screen import timed
 from quantizer.config.diagnostics import ConfigError, Diagnostic
 from quantizer.config.document.document import Document
@@ -150,13 +151,27 @@ def open_run(options: Options) -> OpenedRun:
 
 
 def with_targets(options: Options, model: torch.nn.Module) -> Options:
-    """Return the options with the targets that `--to` stands for."""
-    if not options.to_:
-        return options
-    # Only runs for a target need it
-    from quantizer.cli.arguments.named_targets import named_targets
+    """Return the options with the targets of `--to`: test mode writes them, other commands
+    check them.
 
-    return named_targets(options, model)
+    Raises:
+        UsageError: packages are missing, or two destinations need different options.
+    """
+    words = options.to_
+    if not words:
+        return options
+    # Only runs for a target need them
+    from quantizer.export.destinations import checked_names, written_targets
+    from quantizer.export.refusals import require_extras
+
+    options = replace(options, to_=())
+    if options.quant_mode != "test":
+        checked = checked_names(words, model)
+        require_extras(checked, to_plan=True)
+        return replace(options, for_=(*options.for_, *checked))
+    targets, choices = written_targets(words, options.target_choices, model)
+    require_extras(targets)
+    return replace(options, deploy=(*options.deploy, *targets), target_options=choices)
 
 
 def open_model(options: Options) -> LoadedModel:
@@ -297,18 +312,10 @@ def batch_size(options: Options, batches: Batches) -> int:
     return options.batch_size or batches.first_size or DEFAULT_BATCH_SIZE
 
 
-def missing_data(options: Options) -> UsageError:
-    """Return the error about missing data."""
-    # Only this error needs it
-    from quantizer.cli.terminal.render import help_without_data
-
-    return UsageError("Missing option '--data'", help=help_without_data(options))
-
-
 def trace_model(
     options: Options, loaded: LoadedModel, batches: Batches, *, compared: bool = False
 ) -> Graph:
-    """Return the model's graph, traced on the first batch so that `--for` can be written."""
+    """Return the model's graph, traced on the first batch so that targets can be written."""
     first = batches.first().to(device_of(options))
     # torch.export imports it.
     with process_memory.importing("torch._dynamo"), timed("tracing the model"):

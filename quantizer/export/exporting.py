@@ -11,13 +11,12 @@ from typing import TYPE_CHECKING, Any, cast
 
 from quantizer.calibration.events import NO_FOLLOWER, Events, RunStage
 from quantizer.config.wording import did_you_mean, joined
-from quantizer.declarations import DROP, FILE_SIZE, LATENCY
+from quantizer.declarations import FILE_SIZE, LATENCY
 from quantizer.errors import ModelError, UsageError, VerificationError
 from quantizer.export.exporter import exporter_of, new_files
 from quantizer.export.refusals import refused_by_libraries, require_expressible
 from quantizer.export.targets import CHECKED_TARGETS, EXPORTERS, checked_target
 from quantizer.plugins import loaded
-from quantizer.sources.directions import how_to_declare
 from quantizer.storage.folder_list import LIST_FILE
 
 if TYPE_CHECKING:
@@ -261,15 +260,8 @@ def figures_of_file(target: str, verified: Verification, size: int) -> dict[str,
 def unknown_metric(about: str, metric: str, known: Collection[str]) -> UsageError:
     """Return the error about a gate whose metric is not in `known`. `about` names the gate.
 
-    The help names the closest metric, or the targets on whose files it is measured. For a
-    `_drop` of unknown direction it says how to declare the direction.
+    The help names the closest metric, or the targets on whose files it is measured.
     """
-    base = metric.removesuffix(DROP)
-    if metric.endswith(DROP) and f"{base}_float" in known:
-        return UsageError(
-            f"{about}: whether less or more of {base!r} is better is not known",
-            help=how_to_declare(base),
-        )
     shown = f"known here: {', '.join(sorted(known))}; evaluate() may return others"
     remedy = did_you_mean(metric, known, shown)
     makers = [name for name, row in EXPORTERS.items() if metric in row.metrics]

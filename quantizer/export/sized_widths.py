@@ -14,11 +14,12 @@ from quantizer.config.load import load_text
 from quantizer.config.model import QuantizationSpec
 from quantizer.config.resources import preset_text
 from quantizer.config.run_config import MadeFor, run_config
-from quantizer.errors import GateError, UsageError
+from quantizer.declarations import FILE_SIZE
+from quantizer.errors import UsageError
 from quantizer.evaluation.analyze import WatchedData, analyze_weights, width_candidates
 from quantizer.evaluation.width_choice import LARGEST_SIZE, Budget, sized_config
 from quantizer.export.destinations import DESTINATIONS, SIZED
-from quantizer.export.exporting import size_on_disk
+from quantizer.export.gates import Gate
 from quantizer.export.limits import is_symmetric
 from quantizer.export.refusals import layers_to_leave
 from quantizer.graph.ir import Graph
@@ -65,7 +66,7 @@ def require_sized(
         raise UsageError(
             f"<--max_mb {max_mb}> is not a size", help="write for example <--max_mb 1500>"
         )
-    if has_config:
+    if has_config and has_widths(destination, target):
         raise UsageError(
             "<--max_mb> chooses the widths of a new config, and this run has one already",
             help=f"leave one of them out{otherwise}",
@@ -169,23 +170,13 @@ def preset_within(
     )
 
 
-def require_file_within(
-    max_mb: float | None, destination: str, target: str, path: Path
-) -> None:
-    """Check that a written file is within the limit. It has more than weights.
-
-    Raises:
-        GateError: it is larger.
+def size_gates(max_mb: float | None, destination: str, target: str) -> list[Gate]:
+    """Return the gate of a limit that no choice of widths keeps by itself. A file has more than
+    weights.
     """
     if max_mb is None or has_widths(destination, target):
-        return
-    size = size_on_disk(target, path)
-    if size > max_mb * 1e6:
-        raise GateError(
-            f"<--max_mb {max_mb:g}>: {path.name} takes {size / 1e6:.4g} MB",
-            help="a file also has names and a vocabulary: give a limit below the "
-            "size of the weights, so that a preset with fewer bits is taken, or raise it",
-        )
+        return []
+    return [Gate(f"{FILE_SIZE}<={max_mb:g}", FILE_SIZE, "<=", max_mb, "<--max_mb>")]
 
 
 def config_within(text: str, max_mb: float | None, run: SizedRun) -> str:

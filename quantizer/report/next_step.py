@@ -12,6 +12,7 @@ from quantizer.config.json_types import JsonMapping
 from quantizer.config.roles import is_parameter
 from quantizer.declarations import DROP, RATIO, RISE
 from quantizer.evaluation.scores import MAX_RELATIVE_CHANGE
+from quantizer.option_words import Sentence
 from quantizer.plugins import commands
 from quantizer.tables import OF_FILES
 
@@ -44,6 +45,8 @@ PLACES = ("output_dir", "report_dir", "output")
 """The options about where results are written."""
 TEST_OPTIONS = ("eval_data", "evaluate", "skip_len")
 """Those of them that only test runs take."""
+FILE_REMEDY = Sentence("choose a smaller model, another <--to>, or other options of the target")
+"""What to do if only gates about the written file do not hold."""
 _MAKE_CONFIG = "quantizer init --preset dpu -o quantize_config.json"
 _GATE_MARGIN_DB = 3.0
 """By how much the SQNR may fall before a gate that the page proposes fails."""
@@ -101,9 +104,7 @@ def next_step(
         return NextStep(text, (_MAKE_CONFIG,))
     of_networks = [gate for gate in not_met if _metric_of(gate) not in OF_FILES]
     if not_met and not of_networks:
-        return NextStep(
-            "choose a smaller model, another `--to`, or options of the target that are faster."
-        )
+        return NextStep(f"{FILE_REMEDY}.")
     missed = of_networks[0] if of_networks else _lost_metric(tested)
     if missed is not None and "analyze" in commands():
         command = f"quantizer analyze --metric {shlex.quote(missed)} {option_words(options)}"

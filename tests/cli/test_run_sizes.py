@@ -135,7 +135,13 @@ def test_a_network_of_one_width_is_within_the_limit_or_refused(
     # A file has more than its weights
     size = f"{(file.stat().st_size - 1) / 1e6:.6f}"
     assert run_command([*again, size]) == 1
-    assert f"--max_mb {float(size):g}: Sequential" in capsys.readouterr().err
+    printed = capsys.readouterr()
+    assert printed.out.startswith(f"FAIL: gate file_mb<={float(size):g}: not met (")
+    assert f"error: not met: file_mb<={float(size):g}\nhelp: choose a smaller" in printed.err
+    # A config of the user is not changed, and its file is checked
+    config = ["--config_file", "out/quantize_config.json", "--max_mb", "1"]
+    assert run_command([*run, *config]) == 0
+    assert "gate file_mb<=1: met" in capsys.readouterr().out
 
 
 def test_a_gguf_has_the_widest_blocks_within_the_limit(

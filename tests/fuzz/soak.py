@@ -34,6 +34,7 @@ from fuzz.search import search
 from support.crashes import killed_at
 from support.drawn_configs import hierarchical, layered
 from support.generated import imported
+from support.runs import differing
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
@@ -233,16 +234,7 @@ def resumed(draw: random.Random, given: list[str], folder: Path, place: Path) ->
     code, said = quietly([*command, "--resume"])
     if code:
         return [f"resume: exit {code}: {said.strip()[-400:]}"]
-    names = sorted(
-        path.name
-        for path in folder.iterdir()
-        if path.is_file() and path.name not in ("run.json", "run.log", ".quantizer.json")
-    )
-    return [
-        f"resume: {name} differs"
-        for name in names
-        if (folder / name).read_bytes() != (other / name).read_bytes()
-    ]
+    return [f"resume: {name} differs" for name in sorted(differing(folder, other))]
 
 
 Call = tuple[Tensor, ...]

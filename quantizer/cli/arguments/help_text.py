@@ -38,11 +38,11 @@ _OPTIONS = (
 def write_commands(commands: Mapping[str, Command], formatter: click.HelpFormatter) -> None:
     """Write a first example, the list of commands, and the options that are of no command."""
     steps = [name for name in _STEPS if name in commands]
-    first = f"quantizer run my_model.py --to {destination_for(NETWORK)}"
+    destination = destination_for(NETWORK)
     with formatter.indentation():
-        if "run" in commands:
+        if destination and "run" in commands:
             formatter.write_paragraph()
-            formatter.write_text(first)
+            formatter.write_text(f"quantizer run my_model.py --to {destination}")
         formatter.write_paragraph()
         formatter.write_text(f"{_MODEL} In steps: {', '.join(steps)}.")
     with formatter.section("Commands"):

@@ -16,7 +16,7 @@ from quantizer.calibration.target import Target
 from quantizer.cli import session
 from quantizer.cli.arguments.options import Options
 from quantizer.cli.arguments.places import from_start
-from quantizer.cli.run_folder import log_run, words_of, write_calibration
+from quantizer.cli.run_folder import log_run, missing_data, words_of, write_calibration
 from quantizer.cli.terminal.follow import run_display
 from quantizer.cli.terminal.output import Outcome, show_layers, table_view
 from quantizer.config.diagnostics import pointing_into
@@ -167,7 +167,7 @@ def _confirm(
         for remark in plan_remarks(checked, plan):
             say_note(f"note: {remark}")
     if request.needs_data(plan) and request.batches.stands_in:
-        raise session.missing_data(options)
+        raise missing_data(options)
     require_calibration_room(options, request, state)
     if options.resume and checkpoints:
         check_checkpoint(checkpoints, request.fast_finetune)

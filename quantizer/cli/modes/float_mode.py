@@ -122,12 +122,12 @@ def require_directions(gates: Sequence[Gate], options: Options) -> None:
             user = import_user_module(location, error)
             declared = declared.with_fallback(Directions.declared_by(user))
             texts += Path(location).read_text(encoding="utf-8", errors="replace")
+    words = set(re.findall(r"\w+", texts))
     for gate in gates:
         name = gate.measured
         is_known = declared.lower_is_better(name) is not None
-        if is_known or name == gate.metric or re.search(rf"\b{gate.metric}\b", texts):
-            continue
-        if re.search(rf"\b{re.escape(name)}\b", texts):
+        is_loss = name != gate.metric and gate.metric not in words
+        if is_loss and not is_known and name in words:
             raise gate.of_unknown_direction()
 
 

@@ -6,8 +6,6 @@ import functools
 from collections.abc import Callable
 from dataclasses import replace
 
-import click
-
 from quantizer.cli.arguments.grouped_command import SETTINGS, command
 from quantizer.cli.arguments.options import LISTED, RUN, Options, takes
 from quantizer.cli.arguments.places import from_start
@@ -112,7 +110,7 @@ def _config_of(options: Options) -> str:
 
     folder = from_start(options.output_dir)
     path = folder / RUN_CONFIG
-    shown = click.format_filename(f"{options.output_dir}/{RUN_CONFIG}")
+    shown = f"{options.output_dir}/{RUN_CONFIG}"
     if path.exists():
         say_note(f"there is no --config_file: {shown} is used")
         return str(path)

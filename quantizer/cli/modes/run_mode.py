@@ -43,13 +43,13 @@ _COMPARED_OPTIONS = (
 )
 """Options that affect the result, and have to be the same on all ranks."""
 _ONLY_IN_CALIB = {
-    "for_": "--for needs calib mode: it checks a plan before calibration; --to takes both",
+    "for_": "--for needs calib mode: it checks a plan before calibration; --to works in both",
     "dynamic": "--dynamic needs calib mode: results say which sizes are open",
     "memory": "--memory needs calib mode: the other modes keep no activations",
     "resume": "--resume needs calib mode: it continues an interrupted calibration",
 }
 _ONLY_IN_TEST = {
-    "deploy": "--deploy needs test mode: it writes the network that is tested; --to takes both",
+    "deploy": "--deploy needs test mode: it writes what is tested; --to works in both",
     "report_dir": "--report_dir needs test mode: it is the folder of its report",
     "exact": "--exact needs test mode: it compares with the network that is tested",
 }

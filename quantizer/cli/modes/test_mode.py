@@ -237,7 +237,8 @@ class _TestRun:
 
     def _with_late_figures(self, outcome: Outcome) -> Outcome:
         """Add to the report the written files, and the gates about them and `--exact`."""
-        gates = outcome.report["gates"] | self._held_gates(outcome.metrics)
+        # A gate that was not measured does not hold
+        gates = {gate.text: False for gate in self.gates} | self._held_gates(outcome.metrics)
         added: dict[str, Any] = {"gates": gates, "exports": list(outcome.exports)}
         if outcome.error is not None:
             added["fault"] = str(outcome.error).partition("\n")[0]

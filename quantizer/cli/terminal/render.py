@@ -1,19 +1,15 @@
 """Renders diagnostics as text with excerpts, JSON, GitHub annotations or SARIF."""
 
-import shlex
 import unicodedata
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
-from itertools import pairwise
 
 import click
 
 from quantizer import __version__
-from quantizer.cli.arguments.options import Options
-from quantizer.cli.arguments.places import as_typed, from_start
+from quantizer.cli.arguments.places import as_typed
 from quantizer.cli.terminal.screen import screen
 from quantizer.config.diagnostics import Diagnostic, Place
-from quantizer.errors import QuantizerError
 from quantizer.printable import json_text, one_line
 
 MAX_SHOWN = 50
@@ -231,26 +227,3 @@ def _sarif_place(place: Place) -> dict[str, object]:
             "region": region,
         }
     }
-
-
-def help_without_data(options: Options) -> str:
-    """Return what to do if a command has no data: what the calibration in the folder of the
-    results had, if there is one.
-    """
-    # These import torch
-    from quantizer.results.folder import read_info
-    from quantizer.sources.kinds import advice_without_data
-
-    try:
-        command = read_info(from_start(options.output_dir)).commands.get("calib", [])
-    except QuantizerError:
-        command = []
-    for option, value in pairwise(command):
-        if option == "--data":
-            place = shlex.quote(value)
-            return f"the run in {options.output_dir} had --data {place}: give it again"
-    return (
-        f"give --data, or add calibration_data() to the model's file{advice_without_data()}. "
-        "A config without static activations and without algorithms needs only the shape of "
-        "an input: --data random:1x3x224x224, or example_input() in the model's file"
-    )

@@ -231,5 +231,5 @@ def output_lines(outputs: Iterable[Output]) -> Iterator[str]:
 
 
 def refusal_table(rows: Iterable[tuple[str, str, str]], view: TableView) -> Listing:
-    """Return the tensors that a target of `--deploy` cannot hold, and why."""
+    """Return the tensors that a target cannot hold, and why."""
     return view.listing(("layer", "tensor", "reason"), list(rows), what="tensor")

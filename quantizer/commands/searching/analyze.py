@@ -14,6 +14,7 @@ from quantizer.cli.arguments.grouped_command import command, refuse_typed
 from quantizer.cli.arguments.options import LOOK, TABLE, Options, option, takes
 from quantizer.cli.arguments.places import PathType, from_start, write_output
 from quantizer.cli.modes.float_mode import require_directions
+from quantizer.cli.run_folder import missing_data
 from quantizer.cli.terminal import output
 from quantizer.cli.terminal.output import table_view
 from quantizer.cli.terminal.render import say_note
@@ -285,7 +286,7 @@ def _subject(options: AnalyzeOptions, reported: QuantInfo | None) -> Subject:
     loaded = session.open_model(options)
     batches = session.open_data(options, loaded)
     if batches.stands_in:
-        raise session.missing_data(options)
+        raise missing_data(options)
     if reported is None:
         original = session.trace_model(options, loaded, batches)
     else:

@@ -17,20 +17,22 @@ from quantizer.cli.modes.calib_mode import run_calib, with_remedy
 from quantizer.cli.modes.float_mode import require_directions, with_float_metrics
 from quantizer.cli.modes.run_mode import require_met
 from quantizer.cli.modes.test_mode import run_test
+from quantizer.cli.run_folder import missing_data
 from quantizer.cli.terminal import output
 from quantizer.cli.terminal.follow import one_display
 from quantizer.cli.terminal.output import Outcome
 from quantizer.cli.terminal.render import say_note
 from quantizer.cli.terminal.screen import notes_on_stderr
 from quantizer.commands.searching.divided_data import data_of_run, divide_data
-from quantizer.commands.searching.module_run import (
-    FinishedRun,
-    RunOnModules,
-    require_weights_only,
-)
+from quantizer.commands.searching.module_run import RunOnModules, require_weights_only
 from quantizer.commands.searching.run import RunOptions
 from quantizer.commands.searching.trials import watched_data
-from quantizer.commands.searching.tuned_run import TUNED_CONFIG, loses_most, tune_config
+from quantizer.commands.searching.tuned_run import (
+    TUNED_CONFIG,
+    FinishedRun,
+    loses_most,
+    tune_config,
+)
 from quantizer.config.load import load_preset
 from quantizer.config.run_config import MadeFor, restored_if_refused
 from quantizer.errors import UntraceableError, UsageError
@@ -54,18 +56,14 @@ from quantizer.export.gates import (
 )
 from quantizer.export.layer_choice import DEPLOY_FILE, asks_for_floats
 from quantizer.export.refusals import require_extras, require_model
-from quantizer.export.sized_widths import (
-    SizedRun,
-    config_file,
-    require_file_within,
-    require_sized,
-)
+from quantizer.export.sized_widths import SizedRun, config_file, require_sized, size_gates
 from quantizer.export.targets import EXPORTERS, FOLDER, require_choices
 from quantizer.export.value_names import require_fitting_names
 from quantizer.graph.ir import Graph
 from quantizer.graph.modules import module_graph, untraced_part
 from quantizer.plan.fit.kept_float import kept_names
 from quantizer.printable import json_text
+from quantizer.report.next_step import FILE_REMEDY
 from quantizer.report.verdict import verdict
 from quantizer.results.checkpoint import Checkpoints
 from quantizer.results.result_set import mark_result_folder, require_result_folder
@@ -78,22 +76,18 @@ def full_run(options: RunOptions) -> None:
     Raises:
         QuantizerError: a step failed, or a gate does not hold.
     """
-    gates = [parse_gate(text) for text in options.gate]
+    asked = [parse_gate(text) for text in options.gate]
     stdout = sys.stderr if options.json else sys.stdout
     with notes_on_stderr(quiet=True), redirect_stdout(stdout), one_display():
-        finished = _run(options, gates)
-    facts = finished.facts(gates)
-    _show(finished, verdict(facts), as_json=options.json)
+        finished = _run(options, asked)
+    gates = finished.gates
+    _show(finished, verdict(finished.facts()), as_json=options.json)
     remedy = finished.remedy or loses_most(options)
-    of_networks = about_networks(gates)
-    if facts.runtime and not failed_gates(of_networks, finished.tested.metrics):
-        remedy = facts.runtime
+    if not failed_gates(about_networks(gates), finished.tested.metrics):
+        remedy = FILE_REMEDY
     require_met(finished.test_options, gates, finished.tested, remedy=remedy)
-    [target] = finished.test_options.deploy
-    for path in finished.tested.deployed:
-        require_file_within(options.max_mb, finished.destination, target, path)
     if finished.tested.error:
-        with in_words_of_run(target, finished.destination):
+        with in_words_of_run(finished.test_options.deploy[0], finished.destination):
             raise finished.tested.error
 
 
@@ -123,6 +117,7 @@ def _run(options: RunOptions, gates: Sequence[Gate]) -> FinishedRun:
     has_file = options.config_file is not None
     with in_words_of_run(target, name):
         require_sized(options.max_mb, name, target, has_config=has_file, has_data=has_data)
+        gates = [*gates, *size_gates(options.max_mb, name, target)]
         require_extras([target])
         choices = choices_for(name, options.target_choices)
         target_options = {**options.target_options, **destination.choices}
@@ -159,7 +154,7 @@ def _run(options: RunOptions, gates: Sequence[Gate]) -> FinishedRun:
         test_options, tested = _test(data.testing(deploy=(target,)), opened, if_slower)
         if not tested.error:
             Checkpoints(folder).remove()
-        finished = FinishedRun(name, test_options, opened, calibrated, tested, data)
+        finished = FinishedRun(name, test_options, opened, calibrated, tested, gates, data)
         if EXPORTERS[target].holds_whole_model:
             finished = replace(finished, untraced=untraced_part(model, graph))
         if not options.minutes or tested.error or not failed_gates(gates, tested.metrics):
@@ -214,7 +209,7 @@ def _tuned(
         has_file: whether the config is a file of the user, which stays as it is.
     """
     if options.max_mb is not None:
-        say_note("note: no better config is looked for: --max_mb has chosen the widths")
+        say_note("note: no better config is looked for: --max_mb limits the widths")
         return finished
     opened, data = finished.opened, finished.data
     assert data is not None and finished.calibrated.plan is not None
@@ -224,7 +219,7 @@ def _tuned(
         if not failed_gates(judged, finished.tested.metrics):
             raise UsageError("only gates about the written file do not hold")
         if opened.batches.stands_in:
-            raise session.missing_data(options)
+            raise missing_data(options)
         is_judged = bool(data.sentence)
         if not is_judged:
             data = divide_data(options, opened)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -24,12 +24,11 @@ from quantizer.cli import session
 from quantizer.cli.arguments.options import Options
 from quantizer.cli.arguments.places import from_start
 from quantizer.cli.modes.calib_mode import with_remedy
-from quantizer.cli.run_folder import data_options, log_run
+from quantizer.cli.run_folder import log_run
 from quantizer.cli.terminal.follow import progress, run_display
 from quantizer.cli.terminal.output import Outcome, metric_lines
 from quantizer.cli.terminal.render import say_note
-from quantizer.commands.searching.divided_data import DividedData
-from quantizer.commands.searching.tuned_run import TunedRun
+from quantizer.commands.searching.tuned_run import FinishedRun
 from quantizer.comparison.output_comparison import require_same_shape
 from quantizer.comparison.output_figures import OutputFigures, PartFigures, leaves
 from quantizer.comparison.samples import SampleFinder
@@ -51,13 +50,11 @@ from quantizer.evaluation.paired_run import record_predictions
 from quantizer.evaluation.scores import Scores, in_pairs, log_warnings, measure
 from quantizer.export.agreement import Verification
 from quantizer.export.destinations import DESTINATIONS
-from quantizer.export.exporting import export_modules, export_summary
+from quantizer.export.exporting import export_modules, export_summary, figures_of_file
 from quantizer.export.gates import (
     Gate,
     failed_gates,
-    gate_lines,
     held_gates,
-    not_met_gates,
     require_known,
     require_known_names,
 )
@@ -70,13 +67,11 @@ from quantizer.graph.tracing.parameters import replace_parameters
 from quantizer.plan.model import Plan
 from quantizer.plan.size import weight_bytes
 from quantizer.report import tables
-from quantizer.report.verdict import VerdictFacts
 from quantizer.results.result_set import locked
 from quantizer.results.write import check_owner
 from quantizer.sources.batches import Batch, prefix_batch_errors
 from quantizer.sources.data import Batches
 from quantizer.sources.directions import BY_NAME
-from quantizer.sources.first_batch import remarks_on_data
 from quantizer.sources.models import Evaluate
 from quantizer.sources.module_state import evaluating, without_cache
 from quantizer.sources.tensor_kinds import check_kinds
@@ -313,6 +308,7 @@ class RunOnModules:
             opened,
             calibrated,
             tested,
+            self.gates,
             untraced=untraced,
             remedy="`exclude` in the config leaves layers in float",
         )
@@ -358,8 +354,12 @@ class RunOnModules:
         is_state = path.name.endswith(_SUFFIX)
         target = DESTINATIONS[self.destination].target if is_state else self.target
         report["exports"] = [export_summary(target, path, verified)]
+        of_file = figures_of_file(target, verified, report["exports"][0]["bytes"])
+        if self.gates:
+            report["gates"] |= held_gates(self.gates, of_file)
         return replace(
             tested,
+            metrics={**tested.metrics, **of_file},
             content={**report, "deployed": {path.name: verified.to_json()}},
             deployed={path: verified},
             exports=report["exports"],
@@ -391,60 +391,3 @@ class RunOnModules:
         path = folder / f"{name}{_SUFFIX}"
         verified = save_verified(pair.quantized, pair.reference, path, pair.moved(batches))
         return path, replace(verified, remarks=remarks)
-
-
-@dataclass(frozen=True)
-class FinishedRun:
-    """A run after its last step.
-
-    Attributes:
-        destination: what its user calls the target.
-        test_options: the options of its test.
-        opened: the model and its data.
-        calibrated, tested: the results of both modes.
-        data: that calibrate and judge; None on modules, whose weights need no data.
-        tuning: the search for a better config, if there was one.
-        remedy: what to do if a gate does not hold; empty to name the page of the report.
-        untraced: what the file holds besides the layers of the plan.
-    """
-
-    destination: str
-    test_options: Options
-    opened: session.OpenedRun
-    calibrated: Outcome
-    tested: Outcome
-    data: DividedData | None = None
-    tuning: TunedRun | None = None
-    remedy: str = ""
-    untraced: Untraced = field(default_factory=Untraced)
-
-    def facts(self, gates: Sequence[Gate]) -> VerdictFacts:
-        """Return what the verdict is about."""
-        tested = self.tested
-        options = self.test_options
-        assert self.calibrated.plan is not None
-        path, size = "", 0
-        verified: Verification | None = None
-        for written, verification in tested.deployed.items():
-            verified, path = verification, str(written)
-            size = tested.exports[-1]["bytes"]
-        of_data = options
-        if self.data is not None:  # as the page joins the options of both modes
-            of_data = replace(options, subset_len=self.data.calib_options.subset_len)
-        not_met = not_met_gates(gates, tested.metrics, is_complete=not tested.error)
-        return VerdictFacts.of(
-            self.calibrated.plan,
-            verified,
-            untraced=self.untraced,
-            remarks=remarks_on_data(self.opened.batches),
-            path=path or None,
-            size=size,
-            tested=tested.report,
-            config=options.config_file or "",
-            model_option=options.model or "",
-            data_options=data_options(of_data),
-            gates=gate_lines(gates, tested.metrics),
-            not_met=failed_gates(gates, tested.metrics),
-            is_failed=bool(tested.error or not_met),
-            improvement=self.opened.improvement,
-        )

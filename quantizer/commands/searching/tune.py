@@ -15,6 +15,7 @@ from quantizer.cli.arguments.options import MODEL, Options, takes
 from quantizer.cli.arguments.places import from_start
 from quantizer.cli.modes.float_mode import require_directions
 from quantizer.cli.modes.run_mode import judged, require_met
+from quantizer.cli.run_folder import missing_data
 from quantizer.cli.terminal import output, process
 from quantizer.cli.terminal.follow import one_display
 from quantizer.cli.terminal.screen import notes_on_stderr
@@ -106,7 +107,7 @@ def _tune(options: TuneOptions, gates: Sequence[Gate]) -> TunedRun:
     require_directions(gates, options)
     opened = session.open_run(options)
     if opened.batches.stands_in:
-        raise session.missing_data(options)
+        raise missing_data(options)
     if session.evaluator_of(options, opened.loaded) is None:
         require_known_names(gates, options.deploy)
     require_known_parts(gates, opened.graph)

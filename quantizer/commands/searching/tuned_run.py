@@ -6,7 +6,7 @@ fields of options here.
 import math
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from itertools import takewhile
 from pathlib import Path
 
@@ -15,6 +15,7 @@ from quantizer.cli.arguments.options import Options
 from quantizer.cli.arguments.places import from_start
 from quantizer.cli.modes.calib_mode import run_calib
 from quantizer.cli.modes.test_mode import run_test
+from quantizer.cli.run_folder import data_options
 from quantizer.cli.terminal import output
 from quantizer.cli.terminal.output import Outcome
 from quantizer.commands.searching.divided_data import DividedData
@@ -23,12 +24,16 @@ from quantizer.commands.searching.steps import STEPS
 from quantizer.commands.searching.trials import Figures, SearchContext, Subject, Trial, plan_of
 from quantizer.config.json_types import JsonMapping, JsonObject
 from quantizer.errors import UsageError
-from quantizer.export.gates import Gate
+from quantizer.export.agreement import Verification
+from quantizer.export.gates import Gate, failed_gates, gate_lines, not_met_gates
+from quantizer.graph.modules import Untraced
 from quantizer.plan.model import Plan
 from quantizer.report.tables import finite_row, number_text
+from quantizer.report.verdict import VerdictFacts
 from quantizer.report.view import Listing
 from quantizer.results.folder import TUNE_FILE, read_info
 from quantizer.results.result_set import locked_as_opened, mark_result_folder
+from quantizer.sources.first_batch import remarks_on_data
 from quantizer.storage.files import cannot_use, write_json
 from quantizer.storage.replacing import replace_file
 from quantizer.torch_state import seed_everything
@@ -320,3 +325,63 @@ def loses_most(options: Options) -> str:
     if not page.exists():
         page = folder / "layers.csv"
     return f"{page} shows which layers lose most"
+
+
+@dataclass(frozen=True)
+class FinishedRun:
+    """A run after its last step.
+
+    Attributes:
+        destination: what its user calls the target.
+        test_options: the options of its test.
+        opened: the model and its data.
+        calibrated, tested: the results of both modes.
+        gates: those of the user, and the limit of the file.
+        data: that calibrate and judge; None on modules, whose weights need no data.
+        tuning: the search for a better config, if there was one.
+        remedy: what to do if a gate does not hold; empty to name the page of the report.
+        untraced: what the file holds besides the layers of the plan.
+    """
+
+    destination: str
+    test_options: Options
+    opened: session.OpenedRun
+    calibrated: Outcome
+    tested: Outcome
+    gates: Sequence[Gate]
+    data: DividedData | None = None
+    tuning: TunedRun | None = None
+    remedy: str = ""
+    untraced: Untraced = field(default_factory=Untraced)
+
+    def facts(self) -> VerdictFacts:
+        """Return what the verdict is about."""
+        tested, gates = self.tested, self.gates
+        options = self.test_options
+        assert self.calibrated.plan is not None
+        path, size = "", 0
+        verified: Verification | None = None
+        for written, verification in tested.deployed.items():
+            verified, path = verification, str(written)
+            size = tested.exports[-1]["bytes"]
+        of_data = options
+        if self.data is not None:
+            # As the page joins the options of both modes
+            of_data = replace(options, subset_len=self.data.calib_options.subset_len)
+        not_met = not_met_gates(gates, tested.metrics, is_complete=not tested.error)
+        return VerdictFacts.of(
+            self.calibrated.plan,
+            verified,
+            untraced=self.untraced,
+            remarks=remarks_on_data(self.opened.batches),
+            path=path or None,
+            size=size,
+            tested=tested.report,
+            config=options.config_file or "",
+            model_option=options.model or "",
+            data_options=data_options(of_data),
+            gates=gate_lines(gates, tested.metrics),
+            not_met=failed_gates(gates, tested.metrics),
+            is_failed=bool(tested.error or not_met),
+            improvement=self.opened.improvement,
+        )
