@@ -40,7 +40,7 @@ from quantizer.plugins import remedy_for_absent
 from quantizer.printable import element
 from quantizer.report import tables
 from quantizer.report.content import write_report
-from quantizer.report.verdict import format_counts, plan_table
+from quantizer.report.plan_table import format_counts, plan_table
 from quantizer.report.view import TableView
 from quantizer.results.calibrated import Calibrated
 from quantizer.results.folder import OpenedResults, open_written

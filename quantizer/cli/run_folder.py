@@ -27,7 +27,7 @@ import torch
 import quantizer
 from quantizer import printable
 from quantizer.calibration.request import CalibrationRequest, CalibrationState
-from quantizer.cli.arguments.options import RUN, Options, each_option, word_of
+from quantizer.cli.arguments.options import RUN, TARGET_OPTIONS, Options, each_option, word_of
 from quantizer.cli.arguments.places import from_start
 from quantizer.cli.terminal.screen import screen
 from quantizer.distributed import Ranks
@@ -190,7 +190,7 @@ WITHOUT_EFFECT = frozenset(
 )
 """Options that do not change results, and the mode, which comes first in a command."""
 ONLY_CHECKED = {
-    "calib": frozenset(["eval_data", "evaluate", "skip_len", "report_dir"]),
+    "calib": frozenset(["eval_data", "evaluate", "skip_len", "report_dir", TARGET_OPTIONS]),
     "test": frozenset(["config_file", "fast_finetune", "dpu_accuracy"]),
 }
 """Options that a mode ignores, or only compares with the results."""

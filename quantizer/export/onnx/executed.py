@@ -43,6 +43,8 @@ INTEGER_OPERATORS = (
 """ONNX Runtime's products with integer weights."""
 OPTIMIZER_SUFFIXES = re.compile(r"(_nchwc|_nhwc|_token_\d+)+$")
 """What ONNX Runtime's optimizer appends to the name of a node or value that it merged."""
+FLOAT_WEIGHTS = "its weights are not quantized"
+"""Why a layer stays in float that the config leaves there."""
 _WEIGHTS_OF_CONVOLUTIONS = {
     "Conv": 1,
     "FusedConv": 1,
@@ -370,7 +372,7 @@ def _reason(
     specs = solution.specs
     weights = specs.get((layer, "weights"))
     if node.row.weight and weights is None:
-        return "its weights are not quantized"
+        return FLOAT_WEIGHTS
     if weights is not None and not is_narrow(weights):
         return f"its weights are {_words(weights)}; {_BITS_LIMIT}"
     if node.row.transposed and engine == _ONNX_RUNTIME:

@@ -34,6 +34,7 @@ from quantizer.export.deployment import HALF, Deployment
 from quantizer.export.exporter import Exporter, Refusal
 from quantizer.export.layer_choice import DEPLOY_FILE, LayerChoice, network_digest, read_choice
 from quantizer.export.onnx.build import BuiltOnnx, build_onnx, operator_set, stored_model
+from quantizer.export.onnx.executed import FLOAT_WEIGHTS
 from quantizer.export.onnx.lowering import CONVENTIONS, Conventions
 from quantizer.export.onnx.refusals import float8_key_refusals, graph_refusals, tensor_refusals
 from quantizer.export.onnx.speed import Feed
@@ -321,8 +322,11 @@ def _with_reasons(verification: Verification, choice: LayerChoice) -> Verificati
     if session is None or session.kernels is None:
         return verification
     floating = session.kernels.floating
-    left = [layer for layer in choice.float_layers if layer in floating]
-    slower = dict.fromkeys(left, _SLOWER_IN_INTEGERS)
+    slower: dict[str, str] = {}
+    for layer in choice.float_layers:
+        # The config has left others in float
+        if floating.get(layer, FLOAT_WEIGHTS) != FLOAT_WEIGHTS:
+            slower[layer] = _SLOWER_IN_INTEGERS
     kernels = replace(session.kernels, floating=floating | slower)
     return replace(
         verification,
