@@ -19,8 +19,8 @@ from quantizer.calibration.request import CalibrationRequest, CalibrationState
 from quantizer.config.wording import first_names
 from quantizer.nn.quantizer import QuantizedTensor, TensorQuantizer
 from quantizer.numerics.histogram import Histogram
+from quantizer.observers.converted import restated
 from quantizer.observers.methods import CENTRES
-from quantizer.observers.restated import restated
 from quantizer.plan.groups import layout
 from quantizer.plan.layout import Layout, quantization_point
 from quantizer.plan.model import Key

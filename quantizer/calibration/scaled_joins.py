@@ -21,7 +21,7 @@ from quantizer.graph.ir import Graph, Node
 from quantizer.graph.output_names import unused_names
 from quantizer.layerwise.adjustment import Adjustment
 from quantizer.observers import Observer
-from quantizer.observers.combined import combine
+from quantizer.observers.converted import combine
 from quantizer.plan.layout import PART_SCALE
 from quantizer.plan.model import JoinPlan, Key, Plan, TensorPlan
 from quantizer.storage.deferred_tensor import deferred_like, loaded

@@ -3,7 +3,6 @@ or is lost.
 """
 
 import contextlib
-import ctypes
 import io
 import json
 import pickle
@@ -22,6 +21,7 @@ from torch.distributed.rendezvous import rendezvous
 from quantizer.distributed import Ranks
 from quantizer.errors import DataError, QuantizerError, RankError, first_line
 from quantizer.option_words import Sentence
+from quantizer.storage.deferred_tensor import bytes_of
 
 _T = TypeVar("_T")
 _MAX_SUMMED = 1 << 24
@@ -307,14 +307,8 @@ def pickled(value: Any) -> Tensor:
 
 def unpickled(content: Tensor, device: str) -> Any:
     """Return the value in a tensor of bytes, with tensors of a GPU on `device`."""
-    unpickler = _Unpickler(_bytes_of(content), device)
+    unpickler = _Unpickler(bytes(bytes_of(content)), device)
     return unpickler.load()
-
-
-def _bytes_of(tensor: Tensor) -> bytes:
-    """Return the bytes of a contiguous tensor on the CPU."""
-    address = tensor.data_ptr()
-    return ctypes.string_at(address, tensor.nbytes)
 
 
 class _Pickler(pickle.Pickler):
@@ -328,13 +322,8 @@ class _Pickler(pickle.Pickler):
         """Return what is pickled instead of a tensor, or None for other objects."""
         if type(value) not in (Tensor, nn.Parameter):
             return None
-        tensor = value.detach().cpu().contiguous()
-        return (
-            tensor.dtype,
-            tuple(tensor.shape),
-            _bytes_of(tensor),
-            value.device.type != "cpu",
-        )
+        is_on_gpu = value.device.type != "cpu"
+        return value.dtype, tuple(value.shape), bytes(bytes_of(value)), is_on_gpu
 
 
 class _Unpickler(pickle.Unpickler):

@@ -4,9 +4,11 @@ make them.
 
 import dataclasses
 import numbers
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from enum import Enum
 from typing import Any
+
+from torch.utils import _pytree as pytree
 
 from quantizer.graph.ir import Graph, Ref
 
@@ -97,7 +99,7 @@ def unused_names(names: Sequence[str], taken: Collection[str]) -> list[str]:
 
 def output_leaves(graph: Graph) -> list[tuple[str, str]]:
     """Return the name and the node of each tensor that a network returns, in its order."""
-    leaves = list(_leaves(graph.output))
+    leaves = leaves_of(graph.output)
     names = graph.output_names
     if len(names) != len(leaves):
         names = leaf_names(graph.output)
@@ -108,11 +110,6 @@ def output_leaves(graph: Graph) -> list[tuple[str, str]]:
     return tensors
 
 
-def _leaves(value: Any) -> Iterator[Any]:
-    """Yield what is in a nested output, `Ref`s and constants alike."""
-    items = _items(value)
-    if items is None:
-        yield value
-    else:
-        for _, item in items:
-            yield from _leaves(item)
+def leaves_of(output: Any) -> list[Any]:
+    """Return what is in a plain output in order, `Ref`s and constants alike."""
+    return pytree.tree_leaves(output, is_leaf=lambda item: item is None)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from quantizer.graph.ir import Graph, Node, Ref
-from quantizer.graph.output_names import leaf_names, plain_output
+from quantizer.graph.output_names import leaf_names, leaves_of, plain_output
 from quantizer.graph.tracing.lengths import Length
 
 _NAMED_IN_TORCH = (torch.dtype, torch.layout, torch.memory_format)
@@ -107,16 +107,12 @@ def with_output(graph: Graph, leaves: list[Any], structure: Any) -> Graph:
 
     def rebuild(output: Any) -> Any:
         """Return the plain output in the model's own type."""
-        return pytree.tree_unflatten(_leaves(output), structure)
+        return pytree.tree_unflatten(leaves_of(output), structure)
 
     returned = pytree.tree_unflatten(leaves, structure)
     return graph.replaced(
         output=plain_output(returned), output_names=leaf_names(returned), rebuild=rebuild
     )
-
-
-def _leaves(output: Any) -> list[Any]:
-    return pytree.tree_leaves(output, is_leaf=lambda item: item is None)
 
 
 def graph_to_json(graph: Graph) -> dict[str, Any]:
@@ -132,7 +128,7 @@ def graph_to_json(graph: Graph) -> dict[str, Any]:
         tensors[path] = {"shape": list(tensor.shape), "dtype": _name_in_torch(tensor.dtype)}
     # A calibration on a GPU leaves the same file.
     graph = graph.mapped(lambda node: node.on(_CPU))
-    leaves = _leaves(graph.output)
+    leaves = leaves_of(graph.output)
     return {
         "model": graph.model,
         "inputs": [list(path) for path in graph.input_paths],

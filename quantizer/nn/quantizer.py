@@ -190,7 +190,7 @@ def quantize_tensor(
         )
     elif has_minimum(spec.dtype):
         # Only groups with a minimum need it
-        from quantizer.numerics.superblocks import fake_cast_with_minimum
+        from quantizer.numerics.two_level import fake_cast_with_minimum
 
         out = fake_cast_with_minimum(x, scale, zero_point, spec.dtype)
     else:
@@ -270,23 +270,18 @@ class QuantizedTensor:
         convolution that has one output per group.
         """
         spec = self.spec
-        if spec.group_size is None or not self._is_stack_of_tensors():
+        size = spec.group_size
+        if size is None:
+            return self
+        has_one_each = spec.qscheme == "per_tensor"
+        if spec.qscheme == "per_channel" and self.codes is not None:
+            has_one_each = self.scale.numel() == len(self.codes) // size
+        if not has_one_each:
             return self
         by_rows = replace(spec, qscheme="per_channel", ch_axis=0, group_size=None)
-        scale = self.scale.repeat_interleave(spec.group_size)
-        zero_point = self.zero_point.repeat_interleave(spec.group_size)
+        scale = self.scale.repeat_interleave(size)
+        zero_point = self.zero_point.repeat_interleave(size)
         return replace(self, spec=by_rows, scale=scale, zero_point=zero_point)
-
-    def _is_stack_of_tensors(self) -> bool:
-        """Return whether the tensor is a stack along the first axis with one scale for each of
-        its tensors.
-        """
-        spec = self.spec
-        if spec.group_size is None:
-            return False
-        if spec.qscheme != "per_channel" or self.codes is None:
-            return spec.qscheme == "per_tensor"
-        return self.scale.numel() == len(self.codes) // spec.group_size
 
     @property
     def position(self) -> int | None:

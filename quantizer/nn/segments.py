@@ -69,8 +69,8 @@ def deferred_weights(networks: Sequence[Network]) -> list[DeferredTensor]:
     """Return the weights of networks that are in files."""
     weights: list[DeferredTensor] = []
     for network in networks:
-        for node in network.graph.nodes:
-            weights += _deferred_weights([network], node)
+        for layer in network.layers.values():
+            weights += deferred_tensors(layer)
     return weights
 
 

@@ -15,9 +15,6 @@ from torch import Tensor
 BLOCK_SIZE = 1 << 19
 # A GPU launches every operation of a block by itself, which small blocks do not pay for
 GPU_BLOCK_SIZE = 1 << 24
-# The system may hand out memory for more scales than these in float64 anew for every operation
-SCALES_AT_ONCE = 1 << 15
-_FLOAT32_MANTISSA = 0x7FFFFF
 _thread = threading.local()
 
 Rounder = Callable[[Tensor], Tensor]
@@ -100,8 +97,7 @@ def fill(
 ) -> Tensor:
     """Write (code - zero_point) * scale for each value of `x` to `out`, and return `out`.
 
-    `out` has the layout of `x`, or is `x`. If all scales are powers of two, x is multiplied by
-    their inverses, which gives the same values as a division in half the time.
+    `out` has the layout of `x`, or is `x`.
 
     Raises:
         ValueError: scale and zero point have another shape than (), or (C,) with C the size of
@@ -114,42 +110,11 @@ def fill(
             f"zero_point must have shape {shape}, not {tuple(scale.shape)} and "
             f"{tuple(zero_point.shape)}."
         )
-    exact = x.is_cpu and _has_exact_inverse(scale)
     for source, target, step, zero in blocks(x, out, scale, zero_point, ch_axis=ch_axis):
-        if exact:
-            torch.mul(source, step.reciprocal(), out=target)
-        else:
-            torch.div(source, step, out=target)
+        torch.div(source, step, out=target)
         round_ = kernel.rounder(zero)
         round_(target).mul_(step)
     return out
-
-
-def _is_zero(zero_point: Tensor) -> bool:
-    """Return whether no zero point has to be added. On a GPU it is always false: waiting for
-    the values costs more than adding them.
-    """
-    if zero_point.numel() == 0:
-        return True
-    if not zero_point.is_cpu:
-        return False
-    # Many times as fast as `any`
-    least, greatest = zero_point.aminmax()
-    return int(least) == 0 and int(greatest) == 0
-
-
-def _has_exact_inverse(scale: Tensor) -> bool:
-    """Return whether 1 / scale loses no bit. That holds for float32 powers of two, the numbers
-    without a mantissa.
-    """
-    if scale.dtype != torch.float32 or scale.numel() == 0:
-        return False
-    bits = scale.view(torch.int32).reshape(-1)
-    # In most tensors the first scale shows that not all are powers of two
-    if int(bits[0]) & _FLOAT32_MANTISSA:
-        return False
-    parts = torch.split(bits, SCALES_AT_ONCE)
-    return not any(part.bitwise_and(_FLOAT32_MANTISSA).max() for part in parts)
 
 
 def scratch(x: Tensor, dtype: torch.dtype | None = None) -> Tensor | None:
@@ -182,28 +147,27 @@ def blocks(
     """
     size = BLOCK_SIZE if x.is_cpu else GPU_BLOCK_SIZE
     scale = scale.to(x)
-    zero: int | Tensor
-    if ch_axis is None:
-        zero = int(zero_point) if x.is_cpu else zero_point.to(x)
-    else:
-        zero = 0 if x.is_cpu and _is_zero(zero_point) else zero_point.to(x)
+    zero_point = zero_point.to(x)
+    if ch_axis is not None and x.numel() > size:
+        yield from _channel_blocks(x, twin, scale, zero_point, ch_axis=ch_axis, size=size)
+        return
+    zero: int | Tensor = along_axis(zero_point, x, ch_axis)
+    if ch_axis is None and x.is_cpu:
+        # A number is faster
+        zero = int(zero_point)
     if x.numel() <= size:
         # The order of so few values does not matter
-        if isinstance(zero, Tensor):
-            zero = along_axis(zero, x, ch_axis)
         yield x, twin, along_axis(scale, x, ch_axis), zero
-    elif ch_axis is None:
-        order = memory_order(x)
-        parts = torch.split(x.permute(order).view(-1), size)
-        twin_parts = torch.split(twin.permute(order).view(-1), size)
-        for part, twin_part in zip(reversed(parts), reversed(twin_parts), strict=True):
-            yield part, twin_part, scale, zero
-    else:
-        yield from _channel_blocks(x, twin, scale, zero, ch_axis=ch_axis, size=size)
+        return
+    order = memory_order(x)
+    parts = torch.split(x.permute(order).view(-1), size)
+    twin_parts = torch.split(twin.permute(order).view(-1), size)
+    for part, twin_part in zip(reversed(parts), reversed(twin_parts), strict=True):
+        yield part, twin_part, scale, zero
 
 
 def _channel_blocks(
-    x: Tensor, twin: Tensor, scale: Tensor, zero: int | Tensor, *, ch_axis: int, size: int
+    x: Tensor, twin: Tensor, scale: Tensor, zero: Tensor, *, ch_axis: int, size: int
 ) -> Iterator[Block]:
     """Yield blocks of about `size` values with a scale for each index of `ch_axis`."""
     order = memory_order(x)
@@ -215,6 +179,7 @@ def _channel_blocks(
     values = ordered.view(outer, channels, inner)
     twin_values = twin.permute(order).view(outer, channels, inner)
     scale = scale.view(1, -1, 1)
+    zero = zero.view(1, -1, 1)
     wide = max(1, min(channels, size // inner))
     tall = max(1, size // (wide * inner))
     row_starts = reversed(range(0, outer, tall))
@@ -222,5 +187,4 @@ def _channel_blocks(
     for row, channel in product(row_starts, channel_starts):
         rows = slice(row, row + tall)
         part = slice(channel, channel + wide)
-        block_zero = zero if isinstance(zero, int) else zero.view(1, -1, 1)[:, part]
-        yield values[rows, part], twin_values[rows, part], scale[:, part], block_zero
+        yield values[rows, part], twin_values[rows, part], scale[:, part], zero[:, part]

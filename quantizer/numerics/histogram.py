@@ -22,6 +22,11 @@ BINS = 2048
 # 2^126 times any value that needs so fine a bin is finite in float32
 LEAST_EXPONENT = -126
 _LOG2_BINS = BINS.bit_length() - 1
+# On a device, rows of at least so many values are counted one by one, in the fast memory of a
+# processor. There values of the same bin, such as the zeros of a ReLU, wait less for each other
+_LONG_ROW = 1 << 12
+# Counts in float32 are exact up to here
+_EXACT = 1 << 24
 _SIGN_BITS = {torch.float32: (torch.int32, 31), torch.float64: (torch.int64, 63)}
 
 
@@ -157,13 +162,26 @@ def count_bins(index: Tensor) -> Tensor:
     [0, 2, 0]
     """
     if not index.is_cpu:
-        # Only runs on a device need it
-        from quantizer.numerics.device_bins import count_bins_on_device
-
-        return count_bins_on_device(index, 2 * BINS)
+        return _count_on_device(index)
     rows = len(index)
     bins = rows * 2 * BINS
     # One bincount for all rows: each row has its own bins
     if rows > 1:
         index += torch.arange(0, bins, 2 * BINS, dtype=torch.int32)[:, None]
     return torch.bincount(index.view(-1), minlength=bins).view(rows, 2 * BINS)
+
+
+def _count_on_device(index: Tensor) -> Tensor:
+    """Return the same on a device, where nothing may wait for the counts.
+
+    `torch.bincount` would wait for the greatest index. An index that is no bin, as a value that
+    is not finite may have, is counted anywhere or not at all.
+    """
+    rows, length = index.shape
+    is_refused = torch.are_deterministic_algorithms_enabled()
+    if _LONG_ROW <= length < _EXACT and not is_refused:
+        counts = [torch.histc(row, 2 * BINS, 0, 2 * BINS) for row in index.float().unbind()]
+        return torch.stack(counts).long()
+    inside = index.clamp(0, 2 * BINS - 1).long()
+    zeros = torch.zeros(rows, 2 * BINS, dtype=torch.int64, device=index.device)
+    return zeros.scatter_add_(1, inside, torch.ones_like(inside))

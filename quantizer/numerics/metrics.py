@@ -126,11 +126,7 @@ def row_energies(x: Tensor, y: Tensor) -> Tensor:
 
 def _squares_by_row(x: Tensor) -> Tensor:
     """Return the sum of the squares of each row of a matrix, in float64."""
-    wide = scratch(x, torch.float64)
-    if wide is None:
-        wide = x.double()
-    else:
-        wide.copy_(x)
+    wide = _as_float64(x)
     if len(wide) == 1:
         return torch.dot(wide[0], wide[0])
     return wide.square_().sum(1)
@@ -168,13 +164,15 @@ def _sums_of_squares(x: Tensor) -> list[Tensor]:
     sums = []
     # Reading in another order than that of memory takes many times as long
     for part in torch.split(flatten_memory(x.detach()), VALUES_PER_SUM):
-        wide = scratch(part, torch.float64)
-        if wide is None:
-            wide = part.double()
-        else:
-            wide.copy_(part)
+        wide = _as_float64(part)
         sums.append(torch.dot(wide, wide))
     return sums
+
+
+def _as_float64(x: Tensor) -> Tensor:
+    """Return `x` in float64, in memory that the next call may overwrite."""
+    wide = scratch(x, torch.float64)
+    return x.double() if wide is None else wide.copy_(x)
 
 
 def _total(sums: Sequence[Tensor]) -> float:

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from quantizer.numerics.blocks import SCALES_AT_ONCE
 from quantizer.numerics.formats import (
     POWERS_OF_TWO,
     SHARED_EXPONENTS,
@@ -22,8 +21,8 @@ _LARGEST_VALUE = 2.0**128 - 2.0**105
 """The limit of a code times its scale. It is one step less than the largest float32, because
 the scale may be rounded up to float32.
 """
-_FLOAT64_MANTISSA = (1 << 52) - 1
-_FLOAT32_EXPONENT = 0x7F800000
+_FLOAT64_BITS = 52
+_FLOAT64_MANTISSA = (1 << _FLOAT64_BITS) - 1
 
 
 @dataclass(frozen=True)
@@ -78,7 +77,7 @@ def step_from_range(low: Tensor, high: Tensor, code_range: CodeRange) -> Tensor:
     2.0
     """
     if isinstance(code_range, FloatRange) and code_range.scale_type in SHARED_EXPONENTS:
-        step = _truncate_(_amax(low, high), _carry(code_range, 52))
+        step = _truncate_(_amax(low, high), _carry(code_range))
         step.mul_(2.0**-code_range.row.emax)
         # Only scales of few bits need it
         from quantizer.numerics.two_level import with_microexponents
@@ -162,7 +161,7 @@ def _qparams(step: Tensor, low: Tensor, code_range: CodeRange) -> QParams:
 def _superblock_qparams(step: Tensor, low: Tensor, code_range: FloatRange) -> QParams:
     """Return the nearest scales and minima that super-blocks hold."""
     # Only super-blocks need it
-    from quantizer.numerics.superblocks import SUPERBLOCKS, nearest_in_superblocks
+    from quantizer.numerics.two_level import SUPERBLOCKS, nearest_in_superblocks
 
     layout = SUPERBLOCKS[code_range.dtype]
     scale = nearest_in_superblocks(step, layout.scales, layout.groups).float()
@@ -189,16 +188,14 @@ def _unsigned_qparams(step: Tensor, low: Tensor, code_range: CodeRange) -> QPara
         if shared_step is not None:
             step = torch.full_like(step, shared_step)
         scale = step.clamp(least, largest)
-        zeros = _zeros(step)
-        if zeros is not None:
-            is_limited = getattr(code_range, "finest_position", None) is not None
-            zeros_scale = least if is_limited else 1.0
-            if isinstance(code_range, FloatRange) and not code_range.has_zero:
-                # Only super-blocks need it
-                from quantizer.numerics.superblocks import LEAST_FACTOR
+        is_limited = getattr(code_range, "finest_position", None) is not None
+        zeros_scale = least if is_limited else 1.0
+        if isinstance(code_range, FloatRange) and not code_range.has_zero:
+            # Only super-blocks need it
+            from quantizer.numerics.two_level import LEAST_FACTOR
 
-                zeros_scale = LEAST_FACTOR
-            scale.masked_fill_(zeros, zeros_scale)
+            zeros_scale = LEAST_FACTOR
+        scale.masked_fill_(step == 0, zeros_scale)
     if _has_minimum(code_range):
         return QParams(scale.float(), -low.float().clamp(max=0))
     if code_range.symmetric or isinstance(code_range, FloatRange):
@@ -219,16 +216,16 @@ def _amax(low: Tensor, high: Tensor) -> Tensor:
     return torch.maximum(-low, high).clamp_(min=0).to(torch.float64, copy=True)
 
 
-def _carry(code_range: FloatRange, bits: int) -> int:
-    """Return the number to add to a mantissa of `bits` bits. It carries into the exponent if
+def _carry(code_range: FloatRange) -> int:
+    """Return the number to add to the mantissa of a float64. It carries into the exponent if
     the scale mode rounds up.
     """
     if code_range.scale_mode == "ceil":
-        return (1 << bits) - 1
+        return _FLOAT64_MANTISSA
     if code_range.scale_mode == "floor" or code_range.row.mantissa is None:
         return 0
     # Half of the last bit of the format's own mantissa
-    return 1 << (bits - 1 - code_range.row.mantissa)
+    return 1 << (_FLOAT64_BITS - 1 - code_range.row.mantissa)
 
 
 def _truncate_(x: Tensor, carry: int) -> Tensor:
@@ -258,63 +255,4 @@ def qparams_from_range(low: Tensor, high: Tensor, code_range: CodeRange) -> QPar
     >>> round(qparams.scale.item(), 6), qparams.zero_point.item()
     (0.01, 100)
     """
-    # The branches below depend on how many scales there are, which a trace must not
-    is_traced = torch.compiler.is_compiling()
-    if (
-        isinstance(code_range, FloatRange)
-        and not is_traced
-        and _fits_float32(low.dtype, code_range)
-    ):
-        return _shared_scale(low, high, code_range)
-    if is_traced or low.numel() <= SCALES_AT_ONCE or code_range.scale_type == "e4m3":
-        return _qparams(step_from_range(low, high, code_range), low, code_range)
-    scale = torch.empty_like(low, dtype=torch.float32)
-    zero_point_dtype = torch.float32 if _has_minimum(code_range) else torch.int32
-    zero_point = torch.empty_like(low, dtype=zero_point_dtype)
-    tensors = (low, high, scale, zero_point)
-    parts = [torch.split(tensor.view(-1), SCALES_AT_ONCE) for tensor in tensors]
-    for low_part, high_part, scale_part, zero_point_part in zip(*parts, strict=True):
-        step = step_from_range(low_part, high_part, code_range)
-        qparams = _qparams(step, low_part, code_range)
-        scale_part.copy_(qparams.scale)
-        zero_point_part.copy_(qparams.zero_point)
-    return QParams(scale, zero_point)
-
-
-def _fits_float32(dtype: torch.dtype, code_range: FloatRange) -> bool:
-    """Return whether the scale can be computed from the bits of float32, as from float64.
-
-    Float32 numbers below the normal ones have no exponent in their bits. Their scale is the
-    least one in both ways, if emax > 0 or nothing carries into the exponent.
-    """
-    carries = code_range.row.emax <= 0 and code_range.scale_mode != "floor"
-    return dtype == torch.float32 and code_range.scale_type == "e8m0" and not carries
-
-
-def _shared_scale(low: Tensor, high: Tensor, code_range: FloatRange) -> QParams:
-    """Return the same as `_qparams`, in a fifth of the time: all steps work on the bits of one
-    float32 tensor.
-    """
-    # The larger of -low and high is not negative, because low <= high
-    scale = torch.neg(low)
-    torch.maximum(scale, high, out=scale)
-    zeros = _zeros(scale)
-    least, largest = torch.tensor(_scale_bounds(code_range)).view(torch.int32).tolist()
-    bits = scale.view(torch.int32)
-    bits.add_(_carry(code_range, 23)).bitwise_and_(_FLOAT32_EXPONENT)
-    bits.sub_(code_range.row.emax << 23).clamp_(least, largest)
-    if zeros is not None:
-        scale.masked_fill_(zeros, 1.0)
-    return QParams(scale, torch.zeros_like(bits))
-
-
-def _zeros(amax: Tensor) -> Tensor | None:
-    """Return a mask of the zeros in `amax`, which has no negative values.
-
-    Return None if there are no zeros: applying a mask takes longer than all the rest. On a
-    device, to wait for that would take longer.
-    """
-    can_look = amax.is_cpu and not torch.compiler.is_compiling()
-    if can_look and amax.numel() and bool(amax.min() > 0):
-        return None
-    return amax == 0
+    return _qparams(step_from_range(low, high, code_range), low, code_range)

@@ -10,14 +10,14 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 import torch
 from torch import Tensor
 
-from quantizer.numerics.blocks import BLOCK_SIZE, flatten_memory, memory_order
+from quantizer.numerics.blocks import flatten_memory, memory_order
 from quantizer.numerics.granularity import Cut, to_rows
 from quantizer.numerics.histogram import BINS, Histogram, count_bins
 
@@ -32,11 +32,6 @@ most.
 
 _LONG_ROW = 1 << 17
 """Rows of at least this length are read one by one, each by all threads."""
-_NARROW_ROW = 16
-"""Up to this length, torch reduces rows slowly."""
-_VALUES_AT_ONCE = 2 * BLOCK_SIZE
-"""How many values stay in the cache: twice a block, because nothing is written."""
-_BITS = {torch.float32: torch.int32, torch.float64: torch.int64}
 
 LowHigh = tuple[Tensor, Tensor]
 
@@ -58,50 +53,17 @@ def as_rows(x: Tensor, cut: Cut = ("per_tensor", None, None, 1)) -> Tensor:
 def extremes(rows: Tensor) -> LowHigh:
     """Return the least and the greatest value of each row, in its dtype.
 
-    If a row has NaN, its least value is NaN. Its greatest may be NaN or not.
-
-    `aminmax` is fast for whole tensors, and so for long rows one by one. Shorter rows are
-    reduced in blocks that stay in the cache. The greatest value is found by comparing the bits
-    of floats as integers, which is three times as fast. That is right for a row with some value
-    that is not negative, because such values have the order of their bits and negative ones are
-    below. If a row has none, all rows are reduced once more, as floats.
+    If a row has NaN, so have both. On a CPU, `aminmax` is fast for whole tensors, and so for
+    long rows one by one.
     """
-    count, length = rows.shape
     if not rows.is_cpu:
         # Nothing waits there, and one call is faster than several
         low, high = rows.aminmax(dim=1)
         return low, high
-    if count == 1 or length >= _LONG_ROW:
+    if len(rows) == 1 or rows.shape[1] >= _LONG_ROW:
         lows, highs = zip(*(row.aminmax() for row in rows), strict=True)
         return torch.stack(lows), torch.stack(highs)
-    # Torch reduces narrow dtypes slowly
-    dtype = rows.dtype if rows.dtype in _BITS else torch.float32
-    parts = torch.split(rows, max(1, _VALUES_AT_ONCE // max(1, length)))
-    low_parts = []
-    bits_parts = []
-    for part in parts:
-        # Bits of a negated view cannot be read
-        wide = part.to(dtype).resolve_neg()
-        low_parts.append(_folded(wide, torch.minimum).amin(1))
-        bits_parts.append(_folded(wide, torch.maximum).view(_BITS[dtype]).amax(1))
-    bits = torch.cat(bits_parts)
-    if count and int(bits.min()) >= 0:
-        high = bits.view(dtype)
-    else:
-        high = torch.cat([part.to(dtype).amax(1) for part in parts])
-    return torch.cat(low_parts).to(rows.dtype), high.to(rows.dtype)
-
-
-def _folded(rows: Tensor, pick: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
-    """Shorten narrow rows of even length: `pick` combines the two halves of each, again and
-    again.
-
-    Torch reduces narrow rows slowly, and its elementwise operators are fast.
-    """
-    while rows.shape[1] <= _NARROW_ROW and rows.shape[1] % 2 == 0:
-        half = rows.shape[1] // 2
-        rows = pick(rows[:, :half], rows[:, half:])
-    return rows
+    return rows.amin(1), rows.amax(1)
 
 
 def stride_for(length: int, limit: int) -> int:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from quantizer.config.diagnostics import Diagnostic
 from quantizer.config.wording import first_names
 from quantizer.graph.ir import Graph
+from quantizer.graph.structure.transformer_parts import cached_values
 from quantizer.plan.axes import TensorView
 from quantizer.plan.layout import Group
 from quantizer.plan.match import MatchedRule
@@ -41,9 +42,6 @@ def planned_values(rules: Sequence[MatchedRule], graph: Graph) -> dict[Key, Plan
     if not strongest:
         return {}
     planned: dict[Key, PlannedValue] = {}
-    # Only caches of keys and values need it
-    from quantizer.graph.structure.attention import cached_values
-
     for cached in cached_values(graph):
         key = (cached.layer, cached.role)
         if key in strongest:
@@ -93,9 +91,6 @@ def _uncached(rules: Sequence[MatchedRule], graph: Graph) -> Iterator[Diagnostic
             continue
         sources: set[str] = set()
         attentions: set[str] = set()
-        # Only caches of keys and values need it
-        from quantizer.graph.structure.attention import cached_values
-
         for cached in cached_values(graph):
             sources.update(cached.sources)
             attentions.add(cached.layer)
@@ -132,9 +127,6 @@ def _missed_paths(graph: Graph, named: Sequence[str], hits: Sequence[str]) -> li
 
 def _none_cached(row: MatchedRule, graph: Graph) -> Diagnostic:
     """Return the error for a rule whose layers compute no keys and values."""
-    # Only caches of keys and values need it
-    from quantizer.graph.structure.attention import cached_values
-
     paths: dict[str, None] = {}
     for name in row.match.named:
         paths[graph.by_name[name].scope or name] = None

@@ -7,7 +7,7 @@ from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from quantizer.config.algorithms import keeps_super_blocks, named_algorithms
 from quantizer.config.diagnostics import Diagnostic, Place
 from quantizer.config.forms.form import Form
-from quantizer.config.model import ConfigRule, QuantizationSpec, ResolvedConfig, Role
+from quantizer.config.model import ConfigRule, ResolvedConfig
 from quantizer.config.roles import base_role, is_parameter
 from quantizer.config.rules.check_layered import refused_under_float
 from quantizer.config.rules.spec_rules import conflicts
@@ -218,7 +218,10 @@ def of_tensor(
     first.
     """
     yield from _conflicting(tensor, config, rules)
-    yield from _under_float(base_role(tensor.role), tensor.spec, rules)
+    if tensor.spec.dtype != "int":
+        # Rules may set fields of integers, and inherit another dtype from a weaker rule
+        role = base_role(tensor.role)
+        yield from refused_under_float([rule.fields.get(role, {}) for rule in rules])
 
 
 def _conflicting(
@@ -248,14 +251,3 @@ def _conflicting(
         places.sort(key=lambda place: -strengths.get(place, 0))
         if places:
             yield conflict.at(places, where=f" ({role} of {tensor.layer})")
-
-
-def _under_float(
-    role: Role, spec: QuantizationSpec, rules: Sequence[ConfigRule]
-) -> Iterator[Diagnostic]:
-    """Yield an error for each rule that sets fields of integer formats, and inherits a
-    floating-point dtype from a weaker rule. `rules` are sorted weakest first.
-    """
-    if spec.dtype == "int":
-        return
-    yield from refused_under_float([rule.fields.get(role, {}) for rule in rules])

@@ -12,7 +12,7 @@ from quantizer.config.diagnostics import Diagnostic
 from quantizer.config.model import QuantizationSpec
 from quantizer.graph.channels.axis_rules import ALIKE, RESHAPED, SAME
 from quantizer.graph.ir import Graph, Node
-from quantizer.graph.structure.attention import cached_values
+from quantizer.graph.structure.transformer_parts import cached_values
 from quantizer.graph.targets import pair
 from quantizer.plan.dpu_limits import (
     FUSED,
@@ -347,11 +347,8 @@ _RULES: dict[str, Callable[[Graph, Node], Verdict]] = {
 
 def with_dpu_findings(plan: Plan) -> Plan:
     """Return a plan for the DPU with a warning if the DPU runs less than half of the
-    convolutions and linear layers with quantized weights. Other plans are returned as they are.
+    convolutions and linear layers with quantized weights.
     """
-    settings = plan.settings
-    if settings.target_device != "DPU":
-        return plan
     verdict_of = verdicts(plan)
     layers = []
     for node in plan.graph.nodes:
@@ -369,7 +366,7 @@ def with_dpu_findings(plan: Plan) -> Plan:
         f"the DPU runs {len(layers) - len(refused)} of {len(layers)} convolutions and linear "
         f"layers; {first} runs on the CPU: {verdict_of[first].why}"
         f"{_LOSES * is_encoder}",
-        settings.places.get("target_device"),
+        plan.settings.places.get("target_device"),
         "warning",
         help=_ways_out(),
     )

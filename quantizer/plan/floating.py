@@ -11,7 +11,7 @@ import torch
 
 from quantizer.graph.channels.axis_rules import ALIKE
 from quantizer.graph.ir import Graph, Node, readers, references, walk_back
-from quantizer.plan.mask_constants import PRODUCTS_PLUS, mask_constants, masks
+from quantizer.plan.mask_constants import ORDERS, PRODUCTS_PLUS, mask_constants, masks
 
 DERIVED = "computed from constants and integers alone"
 MASK = "may hold mask constants, which leave no resolution for the others"
@@ -35,7 +35,6 @@ _NO_OUTSIDE = ("size", "constant", "zeros", "ones", "full", "arange", "empty")
 _SUMS = ("add", "sub")
 # They select by integers
 _PICKS = ("gather", "take_along_dim", "index_select", "index")
-_COMPARES = ("gt", "ge", "lt", "le", "greater", "greater_equal", "less", "less_equal")
 # With one operand: a sum, a guard, a slice
 _KEEPS_ZEROS = ("compute", "fusable", "passthrough")
 # Their output consists of integers
@@ -258,7 +257,7 @@ def _compared(graph: Graph) -> Iterator[str]:
     """
 
     def operands(node: Node) -> Iterable[str]:
-        return () if node.is_float or node.op in _COMPARES else node.refs()
+        return () if node.is_float or node.op in ORDERS else node.refs()
 
     picks: list[str] = []
     for node in graph.nodes:
@@ -266,7 +265,7 @@ def _compared(graph: Graph) -> Iterator[str]:
             picks.extend(node.refs())
     compared: list[str] = []
     for node in walk_back(graph, picks, operands):
-        if node.op in _COMPARES and not node.is_float:
+        if node.op in ORDERS and not node.is_float:
             compared.extend(node.refs())
     return _origins(graph, compared)
 

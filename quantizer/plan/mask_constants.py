@@ -49,6 +49,8 @@ PRODUCTS_PLUS = ("addmm", "baddbmm")
 """Products to which the first argument is added."""
 # Operators with a number, which count only if the number ends at one of the next
 _FILLS_TOO = ("scatter", "pad", "index_put")
+ORDERS = ("gt", "ge", "lt", "le", "greater", "greater_equal", "less", "less_equal")
+"""Operators that say which of two values is the larger one."""
 _ENDS = (
     "sigmoid",
     "hardsigmoid",
@@ -75,16 +77,9 @@ _ENDS = (
     "adaptive_max_pool1d",
     "adaptive_max_pool2d",
     "adaptive_max_pool3d",
-    "gt",
-    "ge",
-    "lt",
-    "le",
+    *ORDERS,
     "eq",
     "ne",
-    "greater",
-    "greater_equal",
-    "less",
-    "less_equal",
     "isinf",
     "isfinite",
     "isnan",

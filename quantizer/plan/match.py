@@ -274,7 +274,7 @@ def layers_kept_float(
     reasons.update(dict.fromkeys(scaled, SCALED))
     routers: list[str] = []
     if any(node.row.experts or "experts." in node.scope for node in graph.nodes):
-        from quantizer.graph.structure.language_parts import router_layers
+        from quantizer.graph.structure.transformer_parts import router_layers
 
         routers = router_layers(graph)
     named: set[str] = set()

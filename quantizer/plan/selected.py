@@ -17,8 +17,8 @@ from quantizer.config.model import Selector
 from quantizer.errors import QuantizerError, UsageError
 from quantizer.graph.ir import Graph, Node
 from quantizer.graph.names import around, call_paths, is_operator_name, module_of
-from quantizer.graph.structure.attention import cached_values
-from quantizer.graph.structure.language_parts import (
+from quantizer.graph.structure.transformer_parts import (
+    cached_values,
     language_head,
     media_layers,
     router_layers,

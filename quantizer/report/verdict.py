@@ -142,7 +142,7 @@ def _main_formats(plan: Plan, activation_codes: str, uint8_weights: Collection[s
     if no other activations are quantized.
     """
     # Only sentences on files need it
-    from quantizer.graph.structure.attention import cached_values
+    from quantizer.graph.structure.transformer_parts import cached_values
 
     counts: dict[str, Counter[str]] = {
         "weights": Counter(),

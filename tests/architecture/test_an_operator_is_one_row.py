@@ -34,7 +34,7 @@ NAMED = {
     "graph/op_row.py": "which operators return views, or several tensors",
     "graph/targets.py": "how torch traces a ReLU6",
     "graph/tracing/functionalize.py": "which operators share memory in a traced program",
-    "graph/structure/attention.py": "finds attentions that are written out, around their softmax",
+    "graph/structure/transformer_parts.py": "finds attentions that are written out, around their softmax",
     "graph/emit.py": "how layers are written that have arguments of their own",
     "graph/passes/activations.py": "rewrites these operators",
     "graph/passes/compute_constants.py": "removes this operator",

@@ -12,7 +12,7 @@ from torch import nn
 from quantizer.config.model import Settings
 from quantizer.graph.ir import Graph
 from quantizer.graph.passes import run_passes
-from quantizer.graph.structure.attention import CachedValue, cached_values
+from quantizer.graph.structure.transformer_parts import CachedValue, cached_values
 from quantizer.graph.tracing.trace import trace
 
 

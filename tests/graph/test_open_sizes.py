@@ -84,8 +84,8 @@ def test_sizes_that_have_to_be_equal_are_one() -> None:
     ("model", "cause", "remedy"),
     [
         (Flat(), "head (Linear) takes 256 values", "pool the map to a constant size before"),
-        (Placed(), "Placed.forward() reads places [1, 4, 64]", "resize places to the map"),
-        (Resized(), "needs the output of up (Upsample)", "give up a scale_factor"),
+        (Placed(), "Placed.forward() computes with the size as", "compute sizes from x.shape"),
+        (Resized(), "Resized.forward() computes with the size", "compute sizes from x.shape"),
         (Viewed(), "Viewed.forward() computes with the size as", "compute sizes from x.shape"),
         *extended((Windowed(), "pool (AvgPool2d) computes with", "compute sizes from x.shape")),
     ],

@@ -8,7 +8,7 @@ import torch
 
 from quantizer.config.model import QuantizationSpec
 from quantizer.observers import NegativeValuesError, Observer
-from quantizer.observers.combined import combine
+from quantizer.observers.converted import combine
 from quantizer.observers.observed_batch import SAMPLE_SIZE, ObservedBatch, as_rows, stride_for
 
 SPEC = QuantizationSpec()

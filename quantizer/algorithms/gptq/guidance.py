@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from quantizer.distributed import Ranks
 from quantizer.errors import DataError
-from quantizer.graph.structure.language_parts import language_head
+from quantizer.graph.structure.transformer_parts import language_head
 from quantizer.layerwise.adjustment import Remark, Task
 from quantizer.layerwise.gram import quantized_layers
 from quantizer.layerwise.sensitivity import backward, random_signs

@@ -26,7 +26,7 @@ from quantizer.config.roles import base_role
 from quantizer.config.wording import first_names
 from quantizer.errors import ResultError, UsageError
 from quantizer.observers import Observer
-from quantizer.observers.restated import restated
+from quantizer.observers.converted import restated
 from quantizer.plan.model import Key, TensorSpecs
 from quantizer.results.write import scale_positions
 

@@ -18,7 +18,7 @@ from quantizer.export.exporter import Reason, Refusal
 from quantizer.export.limits import HALF_EVEN, Limit, beyond, is_symmetric
 from quantizer.export.model_tensors import cannot_store
 from quantizer.graph.ir import Graph
-from quantizer.graph.structure.attention import CachedValue, Part, cached_values
+from quantizer.graph.structure.transformer_parts import CachedValue, Part, cached_values
 from quantizer.nn.quantizer import QuantizedTensor
 from quantizer.plan.model import Key, TensorSpecs
 

@@ -31,7 +31,7 @@ from quantizer.export.model_tensors import (
     without_codes,
 )
 from quantizer.graph.ir import Graph
-from quantizer.graph.structure.language_parts import layers_behind_blocks
+from quantizer.graph.structure.transformer_parts import layers_behind_blocks
 from quantizer.nn.quantizer import QuantizedTensor
 from quantizer.plan.model import TensorSpecs
 from quantizer.sources.hugging_face.deferred_checkpoint import unused_tensors

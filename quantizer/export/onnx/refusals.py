@@ -18,7 +18,7 @@ from quantizer.export.onnx.lowering import OPSETS, Conventions
 from quantizer.export.onnx.translation import reason_of, translatable, translate_program
 from quantizer.export.programs.program import lone_programs
 from quantizer.graph.ir import Graph, Node
-from quantizer.graph.structure.attention import cached_values
+from quantizer.graph.structure.transformer_parts import cached_values
 from quantizer.plan.model import TensorSpecs
 
 _DOUBTFUL = ("histc", "median", "prod", "searchsorted", "sort")

@@ -31,7 +31,7 @@ from quantizer.graph.channels.labels import (
     meta_values,
     run_node,
 )
-from quantizer.graph.channels.provenance import is_pointwise
+from quantizer.graph.channels.output_parts import is_pointwise
 from quantizer.graph.edits import maker
 from quantizer.graph.ir import Graph, Node, map_refs
 from quantizer.graph.targets import call

@@ -4,7 +4,6 @@ by name, and in-place operators become functional.
 
 import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -34,21 +33,6 @@ from quantizer.graph.tracing.program_nodes import (
     takes_whole_length,
     writes_all,
 )
-
-
-@dataclass
-class _Arguments:
-    """The arguments of a node by name, in three groups.
-
-    Args:
-        inputs: references to the outputs of other nodes.
-        attrs: constants.
-        params: paths of tensors that the layer owns.
-    """
-
-    inputs: dict[str, Any] = field(default_factory=dict)
-    attrs: dict[str, Any] = field(default_factory=dict)
-    params: dict[str, str] = field(default_factory=dict)
 
 
 class Converter:
@@ -280,16 +264,13 @@ class Converter:
         if op is None:
             row = find_op(targets.packet(target))
             op = targets.refine(row.name, arguments)
-        split = self._split(op, arguments)
         node = Node(
             name=self.namer.name(scope, op),
             op=op,
             target=targets.functional(target),
-            inputs=split.inputs,
-            attrs=split.attrs,
-            params=split.params,
             scope=scope,
             classes=self.namer.classes(scope),
+            **self._split(op, arguments),
             **self._kind(value),
         )
         self.nodes.append(node)
@@ -362,25 +343,29 @@ class Converter:
                     return node, axis
         return None
 
-    def _split(self, op: str, arguments: Mapping[str, Any]) -> _Arguments:
-        """Split arguments into outputs of other nodes, constants, and tensors of the layer."""
-        split = _Arguments()
+    def _split(self, op: str, arguments: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+        """Return a node's "inputs", "attrs" and "params": references to other nodes, constants,
+        and the paths of tensors that the layer owns.
+        """
+        inputs: dict[str, Any] = {}
+        attrs: dict[str, Any] = {}
+        params: dict[str, Any] = {}
         owns_tensors = op in OPS and (OPS[op].weight or OPS[op].owns)
         for key, argument in arguments.items():
             if key == "params" and all(item in self.paths for item in argument):
                 # The weights of a recurrent layer
                 names = targets.parameter_names(arguments)
                 for name, item in zip(names, argument, strict=True):
-                    split.params[name] = self.paths[item]
+                    params[name] = self.paths[item]
             elif owns_tensors and key not in ("input", "indices") and self._is_own(argument):
-                split.params[key] = self.paths[argument]
+                params[key] = self.paths[argument]
             else:
                 value = self._value(argument)
                 if any(references(value)):
-                    split.inputs[key] = value
+                    inputs[key] = value
                 else:
-                    split.attrs[key] = value
-        return split
+                    attrs[key] = value
+        return {"inputs": inputs, "attrs": attrs, "params": params}
 
     def _is_own(self, argument: Any) -> bool:
         """Return whether an argument is a tensor of the module that a layer can own, which no

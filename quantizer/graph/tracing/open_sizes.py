@@ -203,24 +203,6 @@ class SizedTrace:
                 f"{name} takes {layer.in_features} values, as many as a map of that size has",
                 "pool the map to a constant size before, as with nn.AdaptiveAvgPool2d(1)",
             )
-        tensors = [*layer.named_parameters(recurse=False), *layer.named_buffers(recurse=False)]
-        if type(layer).__module__.startswith("torch.nn"):
-            # Its weights have no places
-            tensors.clear()
-        for path, tensor in tensors:
-            if guard.constant > 1 and guard.constant in tensor.shape:
-                return (
-                    f"{name} reads {path} {list(tensor.shape)}, which has a row for each place "
-                    "of a map of that size",
-                    f"resize {path} to the map in forward()",
-                )
-        source = self.guarded.constant_before(guard)
-        if source is not None:
-            kind = type(self.module.get_submodule(source)).__name__
-            return (
-                f"{name} needs the output of {source} ({kind}), whose size is constant",
-                f"give {source} a scale_factor, or the size of another tensor",
-            )
         return f"{name} computes with the size as a constant", "compute sizes from x.shape"
 
     def remarks(self, lengths: Sequence[Length]) -> list[str]:

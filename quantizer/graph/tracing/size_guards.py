@@ -21,7 +21,7 @@ from types import CodeType, FrameType
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.export import ExportedProgram
 from torch.utils import _pytree as pytree
 from torch.utils._sympy.functions import CleanDiv, FloorDiv, Mod, PythonMod
@@ -31,8 +31,6 @@ from quantizer.config.wording import listed, with_article
 from quantizer.errors import ModelError, SameForAllExamplesError, UntraceableError
 from quantizer.graph.ir import Call
 
-_SPATIAL = (-1, -2)
-"""The axes of a map that a layer may make constant."""
 _DIVISIONS = (CleanDiv, FloorDiv, Mod, PythonMod)
 _BEYOND = 64
 """Lengths are tried from half the traced length to twice the traced length plus this number."""
@@ -41,7 +39,6 @@ _FAR = (3, 4, 16, 4096)
 
 _UNKNOWN_OUTPUT = re.compile(r"Found <class '(?:[\w.]+\.)?(\w+)'> in output, which is not")
 """The beginning of torch's message about an output of a class that it does not know."""
-_RECURRENT = ("torch/nn/modules/rnn.py", "torch/nn/utils/rnn.py")
 _CONVOLUTIONS = (
     torch.ops.aten.conv1d.default,
     torch.ops.aten.conv2d.default,
@@ -90,14 +87,11 @@ class GuardedTrace:
     Attributes:
         symbols: the names of torch's symbols for sizes of the call, by (leaf, axis).
         guards: the guards in the order of the trace, without repetition.
-        constants: the paths of layers whose input had an open size, and whose output has a
-            constant one there. The key is how many guards there were when the layer ended.
     """
 
     def __init__(self, module: nn.Module) -> None:
         self.symbols: dict[tuple[int, int], str] = {}
         self.guards: list[Guard] = []
-        self.constants: dict[int, str] = {}
         self._module = module
         self._running: list[str] = []
         self._conditions: set[str] = set()
@@ -123,15 +117,12 @@ class GuardedTrace:
 
     def _hook(self, hooks: contextlib.ExitStack, path: str, child: nn.Module) -> None:
         """Follow the calls of one module."""
-        is_leaf = next(child.children(), None) is None
 
         def enter(_module: nn.Module, _args: Any) -> None:
             self._running.append(path)
 
-        def leave(_module: nn.Module, args: Any, output: Any) -> None:
+        def leave(_module: nn.Module, _args: Any, _output: Any) -> None:
             self._running.pop()
-            if is_leaf and _makes_constant(args, output):
-                self.constants[len(self.guards)] = path
 
         hooks.enter_context(child.register_forward_pre_hook(enter))
         hooks.enter_context(child.register_forward_hook(leave))
@@ -190,15 +181,6 @@ class GuardedTrace:
         kind = type(self._module.get_submodule(guard.layer or "")).__name__
         return f"{guard.layer} ({kind})" if guard.layer else f"{kind}.forward()"
 
-    def constant_before(self, guard: Guard) -> str | None:
-        """Return the last layer before a guard whose output has a constant size."""
-        index = self.guards.index(guard)
-        last_path: str | None = None
-        for count, path in self.constants.items():
-            if count <= index:
-                last_path = path
-        return last_path
-
 
 class _ReportingList(list[Any]):
     """A list that reports what is appended."""
@@ -219,26 +201,6 @@ def _constant_in(condition: Any) -> int:
         return 0
     right = condition.rhs
     return int(right) if right.is_Integer else 0
-
-
-def _makes_constant(args: Any, output: Any) -> bool:
-    """Return whether a layer makes an open size constant, as a pooling to a fixed size does.
-
-    That axis is one of the last two, and its size in the output is more than 1.
-    """
-    for value in (output, *args[:1]):
-        if not isinstance(value, Tensor):
-            return False
-        if value.dim() <= len(_SPATIAL):
-            return False
-    for axis in _SPATIAL:
-        before = args[0].shape[axis]
-        size = output.shape[axis]
-        if isinstance(before, int):
-            continue
-        if isinstance(size, int) and size > 1:
-            return True
-    return False
 
 
 def _user_line() -> str:
@@ -362,26 +324,11 @@ def explain_failure(module: nn.Module, error: Exception) -> ModelError:
             f"torch.export.register_dataclass({name}) in the model's file",
         )
     reason = text.splitlines()[0] if text else type(error).__name__
-    remedy = "write that line with other operators, or keep it outside the quantized model"
-    if _fails_in_packed_sequences(error):
-        remedy = (
-            "torch.export knows no packed sequences: give the layer padded ones, and select "
-            "the last output of each with gather"
-        )
     return UntraceableError(
         f"{type(module).__name__} cannot be traced: {type(error).__name__}: "
         f"{reason}{place_of(error)}",
-        help=remedy,
+        help="write that line with other operators, or keep it outside the quantized model",
     )
-
-
-def _fails_in_packed_sequences(error: Exception) -> bool:
-    """Return whether a recurrent layer, or what packs its sequences, raised the error."""
-    for frame in traceback.extract_tb(error.__traceback__):
-        path = frame.filename.replace("\\", "/")
-        if path.endswith(_RECURRENT):
-            return True
-    return False
 
 
 def _explain_branch(module: nn.Module, error: Exception) -> ModelError:
