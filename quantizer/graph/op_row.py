@@ -1,5 +1,6 @@
 """A row of the table of operators (`ops`), and builders of rows, one for each kind."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -231,6 +232,15 @@ def pool_op(name: str, dims: int, kind: Kind, commutes: Commutes, *types: str) -
         fresh=True,
         any_layout=dims == 2,
     )
+
+
+def pool_ops(name: str, module: str, kind: Kind, commutes: Commutes) -> Iterator[Op]:
+    """Yield the rows of such an operator and its modules for the last one, two and three
+    axes.
+    """
+    for dims in (1, 2, 3):
+        types = (f"torch.nn.{module}{dims}d", f"torch.nn.functional.{name}{dims}d")
+        yield pool_op(f"{name}{dims}d", dims, kind, commutes, *types)
 
 
 def move_op(name: str, *types: str, axes: AxisRule = MOVED, **columns: Any) -> Op:

@@ -39,6 +39,7 @@ from quantizer.graph.op_row import (
     move_op,
     norm_op,
     pool_op,
+    pool_ops,
     torch_ops,
 )
 from quantizer.plugins import loaded, plugins
@@ -93,12 +94,16 @@ _STACKS = ("stack", "hstack", "vstack", "dstack", "column_stack")
 _WRITES = ("slice_scatter", "select_scatter", "diagonal_scatter")
 _DROPOUTS = ("dropout", "feature_dropout", "alpha_dropout")
 _ROWS = (
-    layer_op("conv1d", 1, "torch.nn.Conv1d", _F + "conv1d"),
-    layer_op("conv2d", 2, "torch.nn.Conv2d", _F + "conv2d"),
-    layer_op("conv3d", 3, "torch.nn.Conv3d", _F + "conv3d"),
-    layer_op("conv_transpose1d", 1, "torch.nn.ConvTranspose1d", transposed=True),
-    layer_op("conv_transpose2d", 2, "torch.nn.ConvTranspose2d", transposed=True),
-    layer_op("conv_transpose3d", 3, "torch.nn.ConvTranspose3d", transposed=True),
+    *(
+        layer_op(f"conv{dims}d", dims, f"torch.nn.Conv{dims}d", f"{_F}conv{dims}d")
+        for dims in (1, 2, 3)
+    ),
+    *(
+        layer_op(
+            f"conv_transpose{dims}d", dims, f"torch.nn.ConvTranspose{dims}d", transposed=True
+        )
+        for dims in (1, 2, 3)
+    ),
     layer_op("linear", 0, "torch.nn.Linear", _F + "linear"),
     make_op("expert_linear", "mac", aten=(), weight=True, channels=-1, spatial=0, experts=True),
     make_op("lstm", "mac", "torch.nn.LSTM", weight=True),
@@ -150,19 +155,8 @@ _ROWS = (
     make_op("sum", "compute", "torch.sum", axes=REDUCED, commutes=LINEAR, any_layout=True),
     make_op("grid_sampler", "compute", _F + "grid_sample", exact=("grid",)),
     make_op("col2im", "compute", "torch.nn.Fold", _F + "fold"),
-    pool_op("avg_pool1d", 1, "compute", ALL, "torch.nn.AvgPool1d"),
-    pool_op("avg_pool2d", 2, "compute", ALL, "torch.nn.AvgPool2d", _F + "avg_pool2d"),
-    pool_op("avg_pool3d", 3, "compute", ALL, "torch.nn.AvgPool3d"),
-    pool_op("adaptive_avg_pool1d", 1, "compute", ALL, "torch.nn.AdaptiveAvgPool1d"),
-    pool_op(
-        "adaptive_avg_pool2d",
-        2,
-        "compute",
-        ALL,
-        "torch.nn.AdaptiveAvgPool2d",
-        _F + "adaptive_avg_pool2d",
-    ),
-    pool_op("adaptive_avg_pool3d", 3, "compute", ALL, "torch.nn.AdaptiveAvgPool3d"),
+    *pool_ops("avg_pool", "AvgPool", "compute", ALL),
+    *pool_ops("adaptive_avg_pool", "AdaptiveAvgPool", "compute", ALL),
     make_op(
         "interpolate",
         "compute",
@@ -244,9 +238,7 @@ _ROWS = (
     join_op("index_fill", "input", "value"),
     # Of several tensors: each is quantized as it comes out
     *torch_ops("compute", "meshgrid", "broadcast_tensors"),
-    pool_op("max_pool1d", 1, "passthrough", AFFINE, "torch.nn.MaxPool1d"),
-    pool_op("max_pool2d", 2, "passthrough", AFFINE, "torch.nn.MaxPool2d", _F + "max_pool2d"),
-    pool_op("max_pool3d", 3, "passthrough", AFFINE, "torch.nn.MaxPool3d"),
+    *pool_ops("max_pool", "MaxPool", "passthrough", AFFINE),
     pool_op(
         "max_pool2d_with_indices",
         2,
@@ -255,9 +247,7 @@ _ROWS = (
         "torch.nn.MaxPool2d",
         _F + "max_pool2d",
     ),
-    pool_op("adaptive_max_pool1d", 1, "passthrough", AFFINE, "torch.nn.AdaptiveMaxPool1d"),
-    pool_op("adaptive_max_pool2d", 2, "passthrough", AFFINE, "torch.nn.AdaptiveMaxPool2d"),
-    pool_op("adaptive_max_pool3d", 3, "passthrough", AFFINE, "torch.nn.AdaptiveMaxPool3d"),
+    *pool_ops("adaptive_max_pool", "AdaptiveMaxPool", "passthrough", AFFINE),
     move_op("flatten", "torch.nn.Flatten", "torch.flatten", axes=RESHAPED),
     move_op("unflatten", "torch.nn.Unflatten", "torch.unflatten", axes=RESHAPED),
     move_op(

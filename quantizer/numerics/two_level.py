@@ -1,8 +1,7 @@
 """Scales that are stored in few bits: scales of a tensor with a common factor, scales of a
-block with a common exponent, and whole numbers times a float16 of a super-block. Also the codes
-of groups with a minimum.
+block with a common exponent, and whole numbers times a float16 of a super-block.
 
-The words are those of `QuantizationSpec.scale_type`. Super-blocks are ggml's block_q4_K,
+Also the codes of groups with a minimum. The words are those of `QuantizationSpec.scale_type`. Super-blocks are ggml's block_q4_K,
 block_q5_K and block_q6_K.
 """
 

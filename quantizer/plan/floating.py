@@ -214,14 +214,19 @@ def before_norms(graph: Graph) -> set[str]:
     return names
 
 
+def normalizes(graph: Graph, node: Node) -> bool:
+    """Return whether a node is a normalization, or the product that ends one written by
+    hand.
+    """
+    if node.row.normalizes:
+        return True
+    return node.op == "mul" and any(graph.by_name[name].op == "rsqrt" for name in node.refs())
+
+
 def _feeds_norm(graph: Graph, reader: Node, before_norms: set[str]) -> bool:
     """Return whether the reader is a normalization, a part of one, or a sum before one."""
-    if reader.row.normalizes or reader.op in _NORM_PARTS:
+    if normalizes(graph, reader) or reader.op in _NORM_PARTS:
         return True
-    if reader.op == "mul":
-        for name in reader.refs():
-            if graph.by_name[name].op == "rsqrt":
-                return True
     return reader.name in before_norms and not reader.row.weight
 
 

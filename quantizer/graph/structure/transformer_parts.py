@@ -1,7 +1,8 @@
-"""Find the parts of transformers that engines treat apart: the keys and values of attentions,
-which they keep in a cache, the head with the logits, the routers of experts, and the layers
-that read images or audio only. These are vision and audio towers, and the projectors behind
-them.
+"""Find the parts of transformers that engines treat apart: keys and values of attentions, the
+head with the logits, the routers of experts, and the layers that read images or audio only.
+
+The latter are vision and audio towers, and the projectors behind them. Keys and values are kept
+in a cache.
 """
 
 import re
@@ -20,6 +21,8 @@ _FEATURES = -1
 _FEATURES_OF_TRANSPOSED = -2
 
 Part = Literal["key", "value"]
+_Operand = tuple[Part, Node, str, int]
+"""Keys or values: the product, its argument for them, and the axis of a head's features."""
 
 
 @dataclass(frozen=True)
@@ -45,16 +48,6 @@ class CachedValue:
     sources: frozenset[str]
 
 
-@dataclass(frozen=True)
-class _Operand:
-    """An argument of a product that is the keys or the values of an attention."""
-
-    part: Part
-    layer: Node
-    argument: str
-    features: int
-
-
 @derived
 def cached_values(graph: Graph) -> tuple[CachedValue, ...]:
     """Return the keys and values of all attentions, in execution order.
@@ -65,17 +58,17 @@ def cached_values(graph: Graph) -> tuple[CachedValue, ...]:
     sources = _sources(graph)
     values: list[CachedValue] = []
     for node in graph.nodes:
-        for operand in _operands_of(graph, node):
-            role = _role_of(operand.layer, operand.argument)
-            value = operand.layer.inputs.get(operand.argument)
-            if role is None or not isinstance(value, Ref):
+        for part, layer, argument, features in _operands_of(graph, node):
+            value = layer.inputs.get(argument)
+            if not isinstance(value, Ref):
                 continue
+            index = list(layer.inputs).index(argument)
             cached = CachedValue(
-                part=operand.part,
-                layer=operand.layer.name,
-                role=role,
+                part=part,
+                layer=layer.name,
+                role=f"input_{index}" if index else "input",
                 value=value.name,
-                features=operand.features,
+                features=features,
                 is_fused=node.row.axes is ATTENTION,
                 sources=sources.get(value.name, _NO_LAYERS),
             )
@@ -86,21 +79,10 @@ def cached_values(graph: Graph) -> tuple[CachedValue, ...]:
 def _operands_of(graph: Graph, node: Node) -> list[_Operand]:
     """Return the keys and the values of an attention, if the node is one, or its softmax."""
     if node.row.axes is ATTENTION:
-        return [
-            _Operand("key", node, "key", _FEATURES),
-            _Operand("value", node, "value", _FEATURES),
-        ]
+        return [("key", node, "key", _FEATURES), ("value", node, "value", _FEATURES)]
     if node.op == _SOFTMAX:
         return _operands_around(graph, node)
     return []
-
-
-def _role_of(node: Node, argument: str) -> str | None:
-    """Return the role of an argument of a node; None if it has none."""
-    for index, name in enumerate(node.inputs):
-        if name == argument:
-            return f"input_{index}" if index else "input"
-    return None
 
 
 def _operands_around(graph: Graph, softmax: Node) -> list[_Operand]:
@@ -109,10 +91,12 @@ def _operands_around(graph: Graph, softmax: Node) -> list[_Operand]:
     weighted = list(_products_after(graph, softmax))
     if len(scores) != 1 or len(weighted) != 1:
         return []
-    [(product, argument)] = scores
-    keys = _Operand("key", product, argument, _FEATURES_OF_TRANSPOSED)
-    [(product, argument)] = weighted
-    return [keys, _Operand("value", product, argument, _FEATURES)]
+    [(score, keys)] = scores
+    [(product, values)] = weighted
+    return [
+        ("key", score, keys, _FEATURES_OF_TRANSPOSED),
+        ("value", product, values, _FEATURES),
+    ]
 
 
 def _products_before(graph: Graph, softmax: Node) -> Iterator[tuple[Node, str]]:

@@ -14,7 +14,7 @@ from quantizer.config.wording import first_names
 from quantizer.graph.ir import Graph, Node, references
 from quantizer.numerics.codes import bits_of
 from quantizer.plan.fit.fitting import Fitting, eight_bits
-from quantizer.plan.floating import derived_layers
+from quantizer.plan.floating import derived_layers, normalizes
 
 _AFFINE = ("mul", "add")
 _CUTS = ("slice", "split", "chunk", "unbind", "select")
@@ -78,7 +78,7 @@ def behind_norms(graph: Graph) -> list[str]:
         varying = operands - fixed
         if node.is_tensor or (operands and not varying):
             fixed.add(node.name)
-        elif _normalizes(graph, node):
+        elif normalizes(graph, node):
             normalized.add(node.name)
         elif len(varying) != 1 or varying.isdisjoint(normalized):
             continue
@@ -105,14 +105,6 @@ def _may_hold_floats(node: Node) -> bool:
     """Return whether the node makes a floating-point tensor, or several results."""
     has_results = node.dtype is None and node.row.kind != "structural"
     return node.is_float or has_results
-
-
-def _normalizes(graph: Graph, node: Node) -> bool:
-    if node.row.normalizes:
-        return True
-    if node.op != "mul":
-        return False
-    return any(graph.by_name[name].op == "rsqrt" for name in node.refs())
 
 
 def _makers(graph: Graph) -> dict[str, frozenset[str]]:
