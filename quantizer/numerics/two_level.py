@@ -1,8 +1,8 @@
-"""Scales that are stored in few bits: scales of a tensor with a common factor, scales of a
-block with a common exponent, and whole numbers times a float16 of a super-block.
+"""Scales that are stored in few bits: those of a tensor with a common factor, of a block with a
+common exponent, and of a super-block with a common float16.
 
-Also the codes of groups with a minimum. The words are those of `QuantizationSpec.scale_type`. Super-blocks are ggml's block_q4_K,
-block_q5_K and block_q6_K.
+Also the codes of groups with a minimum. The words are those of `QuantizationSpec.scale_type`.
+Super-blocks are ggml's block_q4_K, block_q5_K and block_q6_K.
 """
 
 from collections.abc import Iterator

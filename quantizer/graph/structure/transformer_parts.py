@@ -1,5 +1,5 @@
 """Find the parts of transformers that engines treat apart: keys and values of attentions, the
-head with the logits, the routers of experts, and the layers that read images or audio only.
+head with the logits, the routers of experts, and the layers of images or audio.
 
 The latter are vision and audio towers, and the projectors behind them. Keys and values are kept
 in a cache.
