@@ -343,7 +343,7 @@ class Converter:
                     return node, axis
         return None
 
-    def _split(self, op: str, arguments: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    def _split(self, op: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
         """Return a node's "inputs", "attrs" and "params": references to other nodes, constants,
         and the paths of tensors that the layer owns.
         """
