@@ -179,10 +179,9 @@ def _input_of(graph: Graph, group: InputGroup, names: set[str]) -> str | None:
         source = graph.by_name[operands[0]]
         is_moved = node.row.kind == "passthrough"
         if is_moved or source.shape != node.shape:
-            from quantizer.graph.channels.labels import ChannelLabels
+            from quantizer.graph.channels.labels import moved_back
 
-            labels = ChannelLabels(graph)
-            axis = labels.moved_back(node, axis)
+            axis = moved_back(graph, node, axis)
         node = source
     return node.name if axis is not None else None
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from quantizer.graph.channels.axis_rules import Commutes
-from quantizer.graph.channels.labels import NONE, ChannelLabels, numbered_labels
+from quantizer.graph.channels.labels import NONE, carried, moved, numbered_labels
 from quantizer.graph.ir import Graph, Node, Ref, references
 from quantizer.graph.ops import OPS
 from quantizer.graph.targets import call
@@ -148,7 +148,7 @@ class Called:
     of it.
     """
 
-    labels: ChannelLabels
+    graph: Graph
     node: Node
     x: Tensor
     run: Callable[[Tensor], list[Tensor]]
@@ -156,7 +156,7 @@ class Called:
     def channels(self, axis: int) -> list[Tensor]:
         """Labels of each result for those along one axis of x; none where they mix."""
         labels = numbered_labels(self.x.shape, axis)
-        made = self.labels.carried(self.node, {X.name: labels, ROLLED.name: labels.roll(1, 0)})
+        made = carried(self.graph, self.node, {X.name: labels, ROLLED.name: labels.roll(1, 0)})
         return [
             each for each in (made if isinstance(made, list) else [made]) if each is not None
         ]
@@ -200,7 +200,7 @@ def called(name: str) -> Called:
     attrs = {key: value for key, value in read.items() if key not in inputs}
     nodes = [Node(key, "constant", "", params={"weight": key}) for key in tensors]
     node = Node("y", name, target, inputs, attrs)
-    return Called(ChannelLabels(Graph("M", (*nodes, node), Ref("y"), tensors)), node, x, run)
+    return Called(Graph("M", (*nodes, node), Ref("y"), tensors), node, x, run)
 
 
 @pytest.mark.parametrize("name", TABLE)
@@ -253,7 +253,7 @@ def turns(here: Called, axis: int, values: Tensor) -> bool:
     same axis.
     """
     rotates = Commutes.ROTATIONS in here.node.row.commutes
-    after = here.labels.moved(here.node, axis) if rotates else axis
+    after = moved(here.graph, here.node, axis) if rotates else axis
     if len(values) == 1 or after is None:
         return True
     turn = torch.linalg.qr(torch.outer(values, values) + torch.diag(values)).Q

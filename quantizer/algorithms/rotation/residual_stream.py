@@ -20,7 +20,7 @@ from quantizer.graph.channels.axis_rules import (
     REDUCED,
     Commutes,
 )
-from quantizer.graph.channels.labels import ChannelLabels, paths
+from quantizer.graph.channels.labels import moved, moved_back, paths
 from quantizer.graph.edits import passes_shifts
 from quantizer.graph.ir import Graph, Node, Ref
 from quantizer.graph.targets import call
@@ -77,7 +77,6 @@ def residuals(graph: Graph) -> Iterator[Residual]:
     those with an obstacle.
     """
     seen: set[str] = set()
-    labels = ChannelLabels(graph)
     for node in graph.nodes:
         if node.op not in _NORMS and not _is_square(node):
             continue
@@ -86,7 +85,7 @@ def residuals(graph: Graph) -> Iterator[Residual]:
             continue
         channels = source.shape[-1]
         if channels is not None:
-            residual = _Search(labels, channels).run(source.name, len(source.shape) - 1)
+            residual = _Search(graph, channels).run(source.name, len(source.shape) - 1)
             seen |= residual.members.keys()
             yield residual
 
@@ -130,9 +129,8 @@ class _ObstacleError(Exception):
 class _Search:
     """Takes in values until all that reads or makes one is accounted for."""
 
-    def __init__(self, labels: ChannelLabels, channels: int) -> None:
-        self.labels = labels
-        self.graph = labels.graph
+    def __init__(self, graph: Graph, channels: int) -> None:
+        self.graph = graph
         self.residual = Residual(channels)
         # By member: the node of the norm that has scaled its channels, if any
         self.norm_of: dict[str, str | None] = {}
@@ -193,7 +191,7 @@ class _Search:
     def take_moved(self, node: Node, axis: int) -> str | None:
         """Take in one value that is moved, or averaged or summed over others of its axes."""
         source = self.graph.source(node)
-        axis_before = self.labels.moved_back(node, axis)
+        axis_before = moved_back(self.graph, node, axis)
         if source is None or axis_before is None:
             raise _ObstacleError(node)
         self.take(source, axis_before)
@@ -316,7 +314,7 @@ class _Search:
             return True
         axis_after = None
         if self.graph.source(node) is member:
-            axis_after = self.labels.moved(node, axis)
+            axis_after = moved(self.graph, node, axis)
         if axis_after is None:
             axis_after = _axis_of_combination(node, member, axis)
         if axis_after is None:

@@ -112,94 +112,89 @@ def distinct(labels: Any) -> frozenset[int]:
     return frozenset(int(label) for label in labels.unique().tolist() if label != NONE)
 
 
-class ChannelLabels:
-    """Moves labels through the operators of one graph.
+def carried(graph: Graph, node: Node, labels: Mapping[str, Any]) -> Any:
+    """Return the labels of what a node makes, of each of several results; None if they are
+    not known.
 
-    Attributes:
-        values: what each node makes, as tensors without memory (see `meta_values`).
+    Args:
+        graph: the traced network.
+        node: the operator.
+        labels: the labels of nodes that it reads.
     """
-
-    def __init__(self, graph: Graph) -> None:
-        self.graph = graph
-        self.values = meta_values(graph)
-
-    def carried(self, node: Node, labels: Mapping[str, Any]) -> Any:
-        """Return the labels of what a node makes, of each of several results; None if they are
-        not known.
-
-        Args:
-            node: the operator.
-            labels: the labels of nodes that it reads.
-        """
-        value = self.values.get(node.name)
-        rule = node.row.axes
-        has_no_channels = node.dtype is not None and not node.is_float
-        if rule is None or value is None or has_no_channels:
-            return None
-        keys = _carrying_arguments(node)
-        others = {key: value for key, value in node.inputs.items() if key not in keys}
-        if not labels.keys().isdisjoint(references(others)):
-            return None
-        is_one = isinstance(value, Tensor)
-        shape = value.shape if is_one else value[0].shape
-        try:
-            values = map_refs(node.inputs, self.values.__getitem__)
-            labelled = LabelledCall(
-                map_refs(node.inputs, labels.get),
-                {**node.attrs, **values},
-                shape,
-                lambda: self._run(node, labels),
-            )
-            results = rule.labels(labelled)
-        except UNFOLLOWED:
-            return None
-        if isinstance(results, (list, tuple)):
-            return [None if result is None else compress_labels(result) for result in results]
-        if results is None or results.shape != shape:
-            return None
-        first = compress_labels(results)
-        return first if is_one else [first, *[None] * (len(value) - 1)]
-
-    def moved(self, node: Node, axis: int) -> int | None:
-        """Return the output's axis that holds an axis of the first input, whole and in order.
-
-        It is None without such an axis, or if a rotation does not commute with the operator.
-        """
-        source = self.graph.source(node)
-        if source is None or source.name not in paths(node, Commutes.ROTATIONS):
-            return None
-        read = self.values.get(source.name)
-        if not isinstance(read, Tensor):
-            return None
-        labels = self.carried(node, {source.name: numbered_labels(read.shape, axis)})
-        axes = changing_axes(labels) if isinstance(labels, Tensor) else []
-        if not axes or channels_along(labels, axes[0]) != tuple(range(read.shape[axis])):
-            return None
-        return axes[0]
-
-    def moved_back(self, node: Node, axis: int) -> int | None:
-        """Return the axis of the first input that `moved` takes to the output's `axis`."""
-        source = self.graph.source(node)
-        rank = 0 if source is None else source.rank
-        for before in range(rank):
-            if self.moved(node, before) == axis:
-                return before
+    made = meta_values(graph)
+    value = made.get(node.name)
+    rule = node.row.axes
+    has_no_channels = node.dtype is not None and not node.is_float
+    if rule is None or value is None or has_no_channels:
         return None
+    keys = _carrying_arguments(node)
+    others = {key: value for key, value in node.inputs.items() if key not in keys}
+    if not labels.keys().isdisjoint(references(others)):
+        return None
+    is_one = isinstance(value, Tensor)
+    shape = value.shape if is_one else value[0].shape
+    try:
+        values = map_refs(node.inputs, made.__getitem__)
+        labelled = LabelledCall(
+            map_refs(node.inputs, labels.get),
+            {**node.attrs, **values},
+            shape,
+            lambda: _run(graph, node, labels),
+        )
+        results = rule.labels(labelled)
+    except UNFOLLOWED:
+        return None
+    if isinstance(results, (list, tuple)):
+        return [None if result is None else compress_labels(result) for result in results]
+    if results is None or results.shape != shape:
+        return None
+    first = compress_labels(results)
+    return first if is_one else [first, *[None] * (len(value) - 1)]
 
-    def _run(self, node: Node, labels: Mapping[str, Any]) -> Any:
-        """Run the operator on labels, with `NONE` for values without labels."""
 
-        def stand_in(name: str) -> Any:
-            """Return the labels of an operand, or constants in its shape and dtype."""
-            value = self.values[name]
-            if name in labels or not isinstance(value, Tensor):
-                return labels.get(name, value)
-            if value.dtype == torch.bool:
-                raise ValueError("what a mask selects is not known")
-            label = NONE if value.is_floating_point() else 0
-            return torch.full((), label, dtype=value.dtype).expand(value.shape)
+def moved(graph: Graph, node: Node, axis: int) -> int | None:
+    """Return the output's axis that holds an axis of the first input, whole and in order.
 
-        return run_node(node, stand_in)
+    It is None without such an axis, or if a rotation does not commute with the operator.
+    """
+    source = graph.source(node)
+    if source is None or source.name not in paths(node, Commutes.ROTATIONS):
+        return None
+    read = meta_values(graph).get(source.name)
+    if not isinstance(read, Tensor):
+        return None
+    labels = carried(graph, node, {source.name: numbered_labels(read.shape, axis)})
+    axes = changing_axes(labels) if isinstance(labels, Tensor) else []
+    if not axes or channels_along(labels, axes[0]) != tuple(range(read.shape[axis])):
+        return None
+    return axes[0]
+
+
+def moved_back(graph: Graph, node: Node, axis: int) -> int | None:
+    """Return the axis of the first input that `moved` takes to the output's `axis`."""
+    source = graph.source(node)
+    rank = 0 if source is None else source.rank
+    for before in range(rank):
+        if moved(graph, node, before) == axis:
+            return before
+    return None
+
+
+def _run(graph: Graph, node: Node, labels: Mapping[str, Any]) -> Any:
+    """Run the operator on labels, with `NONE` for values without labels."""
+    made = meta_values(graph)
+
+    def stand_in(name: str) -> Any:
+        """Return the labels of an operand, or constants in its shape and dtype."""
+        value = made[name]
+        if name in labels or not isinstance(value, Tensor):
+            return labels.get(name, value)
+        if value.dtype == torch.bool:
+            raise ValueError("what a mask selects is not known")
+        label = NONE if value.is_floating_point() else 0
+        return torch.full((), label, dtype=value.dtype).expand(value.shape)
+
+    return run_node(node, stand_in)
 
 
 @derived

@@ -23,8 +23,8 @@ from quantizer.graph.channels.axis_rules import (
 )
 from quantizer.graph.channels.labels import (
     UNFOLLOWED,
-    ChannelLabels,
     along_axis,
+    carried,
     changing_axes,
     channels_along,
     compress_labels,
@@ -383,12 +383,13 @@ class _PartNumbers:
     """
 
     def __init__(self, graph: Graph) -> None:
-        self.labels = ChannelLabels(graph)
+        self.graph = graph
+        self.values = meta_values(graph)
         self.known: dict[str, Any] = {}
 
     def start(self, node: Node, origins: Origins) -> None:
         """Number the parts of a join, or of what is moved out of one."""
-        value = self.labels.values.get(node.name)
+        value = self.values.get(node.name)
         if origins.axis is None or len(origins.parts) < 2 or not isinstance(value, Tensor):
             return
         lengths = torch.tensor([length for _, length in origins.parts])
@@ -406,7 +407,7 @@ class _PartNumbers:
         if is_pointwise(node):
             numbers = self._pointwise(node)
         else:
-            numbers = self.labels.carried(node, self.known)
+            numbers = carried(self.graph, node, self.known)
         if numbers is None:
             return None
         self.known[node.name] = numbers
@@ -422,7 +423,7 @@ class _PartNumbers:
         """Return the numbers after an operator on several values, None unless all of these that
         have parts have them in the same places.
         """
-        value = self.labels.values.get(node.name)
+        value = self.values.get(node.name)
         if not node.is_float or not isinstance(value, Tensor):
             return None
         common: Tensor | None = None

@@ -25,26 +25,21 @@ UNWRITTEN = -1
 """The label of memory that nothing has written."""
 
 
-class ExampleValues(Mapping[str, Any]):
+class ExampleValues(dict[str, Any]):
     """The sizes that follow from the graph before there is a batch.
 
     Values of masks and indices are missing.
     """
 
     def __init__(self, graph: Graph) -> None:
+        super().__init__()
         self._graph = graph
 
-    def __getitem__(self, name: str) -> Any:
+    def __missing__(self, name: str) -> Any:
         node = self._graph.by_name[name]
         if node.shape is not None:
             raise KeyError(name)
         return run_node(node, self._operand)
-
-    def __iter__(self) -> Any:
-        return iter(self._graph.by_name)
-
-    def __len__(self) -> int:
-        return len(self._graph.nodes)
 
     def _operand(self, name: str) -> Any:
         """Return a size, or a tensor without memory that has the size in question."""

@@ -9,17 +9,12 @@ Integer-Arithmetic-Only Inference", section 3.2 (2017).
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import cached_property
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from quantizer.graph.edits import by_channel, passes_shifts, rescale_weight, with_weights
 from quantizer.graph.ir import Graph, Node, references, rewire
-
-if TYPE_CHECKING:
-    from quantizer.graph.channels.labels import ChannelLabels
 
 
 def fold_batch_norm(graph: Graph) -> Graph:
@@ -36,7 +31,6 @@ def fold_batch_norm(graph: Graph) -> Graph:
     absorbed: dict[str, str] = {}
     scales: dict[str, Node] = {}
     tensors: dict[str, Tensor] = {}
-    sources = _NormSources(graph)
     for node in graph.nodes:
         if node.op != "batch_norm" or "running_mean" not in node.params:
             continue
@@ -44,7 +38,7 @@ def fold_batch_norm(graph: Graph) -> Graph:
         if node.attrs.get("training"):
             continue
         norm = _norm_of(graph, node)
-        layers = sources.layers(node)
+        layers = _norm_layers(graph, node)
         if not layers:
             scales[node.name] = _channel_scale(node)
             dtype = graph.tensors[node.params["running_mean"]].dtype
@@ -114,56 +108,48 @@ def _norm_of(graph: Graph, node: Node) -> _Norm:
     return _Norm(mean, variance.sqrt(), gamma, beta)
 
 
-class _NormSources:
-    """Finds the layers whose channels batch norms read."""
-
-    def __init__(self, graph: Graph) -> None:
-        self.graph = graph
-
-    @cached_property
-    def labels(self) -> ChannelLabels:
-        """Return where channels go in the graph, computed on demand."""
-        from quantizer.graph.channels.labels import ChannelLabels
-
-        return ChannelLabels(self.graph)
-
-    def layers(self, norm: Node) -> list[Node]:
-        """Return the layers into which a batch norm can fold, in the order of their channels;
-        none if it cannot.
-        """
-        source = self._source(next(norm.refs()), norm, 1)
-        if source is None:
+def _norm_layers(graph: Graph, norm: Node) -> list[Node]:
+    """Return the layers into which a batch norm can fold, in the order of their channels; none
+    if it cannot.
+    """
+    source = _source(graph, next(norm.refs()), norm, 1)
+    if source is None:
+        return []
+    sources: list[tuple[Node, int] | None] = [source]
+    join, axis = source
+    if join.op == "cat" and int(join.attrs.get("dim", 0)) % join.rank == axis:
+        sources = [_source(graph, name, join, axis) for name in references(join.inputs)]
+    layers: dict[str, Node] = {}
+    for source in sources:
+        if source is None or not _makes_channels(*source):
             return []
-        sources: list[tuple[Node, int] | None] = [source]
-        join, axis = source
-        if join.op == "cat" and int(join.attrs.get("dim", 0)) % join.rank == axis:
-            sources = [self._source(name, join, axis) for name in references(join.inputs)]
-        layers: dict[str, Node] = {}
-        for source in sources:
-            if source is None or not _makes_channels(*source):
-                return []
-            layers[source[0].name] = source[0]
-        return list(layers.values()) if len(layers) == len(sources) else []
+        layers[source[0].name] = source[0]
+    return list(layers.values()) if len(layers) == len(sources) else []
 
-    def _source(self, name: str, reader: Node, axis: int) -> tuple[Node, int] | None:
-        """Return the node before all that only moves the value `name`, and the axis of its
-        value that holds the channels; None if others than `reader` read it.
 
-        Args:
-            name: the value.
-            reader: the node that reads it.
-            axis: the axis of the channels in the value.
-        """
-        node = self.graph.by_name[name]
-        if self.graph.consumers[name] != (reader.name,):
-            return None
-        if not node.row.only_moves or not passes_shifts(node):
-            return node, axis
-        source = self.graph.source(node)
-        before = self.labels.moved_back(node, axis)
-        if source is None or before is None:
-            return None
-        return self._source(source.name, node, before)
+def _source(graph: Graph, name: str, reader: Node, axis: int) -> tuple[Node, int] | None:
+    """Return the node before all that only moves the value `name`, and the axis of its value
+    that holds the channels; None if others than `reader` read it.
+
+    Args:
+        graph: the traced network.
+        name: the value.
+        reader: the node that reads it.
+        axis: the axis of the channels in the value.
+    """
+    node = graph.by_name[name]
+    if graph.consumers[name] != (reader.name,):
+        return None
+    if not node.row.only_moves or not passes_shifts(node):
+        return node, axis
+    # Only norms behind moves need it
+    from quantizer.graph.channels.labels import moved_back
+
+    source = graph.source(node)
+    before = moved_back(graph, node, axis)
+    if source is None or before is None:
+        return None
+    return _source(graph, source.name, node, before)
 
 
 def _makes_channels(layer: Node, axis: int) -> bool:

@@ -13,10 +13,11 @@ from torch import Tensor
 from quantizer.graph.channels.axis_rules import ALIKE, PRODUCT, SAME
 from quantizer.graph.channels.labels import (
     NONE,
-    ChannelLabels,
+    carried,
     channels_along,
     compress_labels,
     distinct,
+    meta_values,
     numbered_labels,
     paths,
 )
@@ -68,7 +69,6 @@ class Folds:
 
     def __init__(self, graph: Graph) -> None:
         self.graph = graph
-        self.channels = ChannelLabels(graph)
         self._flows: dict[str, Flow] = {}
 
     def folded(self, group: InputGroup) -> InputGroup:
@@ -213,7 +213,7 @@ class Folds:
         if node.is_tensor:
             shape = self.graph.weight(node).shape
             return torch.arange(shape.numel(), dtype=torch.float32).view(shape)
-        value = self.channels.values.get(node.name)
+        value = meta_values(self.graph).get(node.name)
         axis = node.row.channels
         return None if value is None or axis is None else numbered_labels(value.shape, axis)
 
@@ -268,7 +268,7 @@ class Folds:
                 return None
         operands = paths(node)
         carriers = {name: value for name, value in read.items() if name in operands}
-        moved = self.channels.carried(node, carriers) if carriers else None
+        moved = carried(self.graph, node, carriers) if carriers else None
         for name, value in read.items():
             if moved is None or name not in operands:
                 flow.mix(node.name, value)
