@@ -34,7 +34,6 @@ class InPlace(Layer):
     """
 
     float_class: ClassVar[type[nn.Module]]
-    is_in_place = True
     quantized_path = ""
     rectifies_output = False
 

@@ -10,7 +10,7 @@ import importlib
 import inspect
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -46,21 +46,23 @@ def recurrent_weights_restored(module: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def masks_are_not_searched() -> Iterator[None]:
+def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """Give a module or a class of torch another attribute meanwhile."""
+    before = getattr(owner, name, None)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, before)
+
+
+def masks_are_not_searched() -> AbstractContextManager[None]:
     """Let the layers of `nn.Transformer` apply a mask without a look at its values.
 
     They compare it with a causal mask, to use a faster kernel. This branch on values stops
     `torch.export`. The result is the same without the comparison.
     """
-    search = getattr(transformer, _SEARCH_OF_MASKS, None)
-    if search is None:
-        yield
-        return
-    setattr(transformer, _SEARCH_OF_MASKS, _hint_alone)
-    try:
-        yield
-    finally:
-        setattr(transformer, _SEARCH_OF_MASKS, search)
+    return replaced(transformer, _SEARCH_OF_MASKS, _hint_alone)
 
 
 def _hint_alone(_mask: Any, is_causal: bool | None = None, _size: int | None = None) -> bool:
@@ -68,19 +70,13 @@ def _hint_alone(_mask: Any, is_causal: bool | None = None, _size: int | None = N
     return is_causal is True
 
 
-@contextmanager
-def distributions_are_not_checked() -> Iterator[None]:
+def distributions_are_not_checked() -> AbstractContextManager[None]:
     """Let `torch.distributions` take parameters without a look at their values.
 
     They raise an error for values out of their domain. This branch on values stops
     `torch.export`. The model itself runs the first batch before, with the checks.
     """
-    before = Distribution._validate_args
-    Distribution.set_default_validate_args(False)
-    try:
-        yield
-    finally:
-        Distribution.set_default_validate_args(before)
+    return replaced(Distribution, "_validate_args", False)
 
 
 @contextmanager

@@ -46,6 +46,7 @@ from quantizer.graph.tracing.torch_modules import (
     distributions_are_not_checked,
     masks_are_not_searched,
     recurrent_weights_restored,
+    replaced,
     rotations_keep_nothing,
 )
 from quantizer.storage.process_memory import pause_garbage_collection
@@ -390,13 +391,8 @@ def lean_export() -> Iterator[None]:
     Stack traces take a tenth to a quarter of the time of a trace or an export, code a tenth of
     that of a language model. Versions of torch without the switch for stack traces ignore it.
     """
-    before = getattr(fx_config, _NO_STACK_TRACES, False)
-    setattr(fx_config, _NO_STACK_TRACES, True)
-    try:
-        with quiet(), _use_lazy_graph_module(True):
-            yield
-    finally:
-        setattr(fx_config, _NO_STACK_TRACES, before)
+    with replaced(fx_config, _NO_STACK_TRACES, True), quiet(), _use_lazy_graph_module(True):
+        yield
 
 
 @contextlib.contextmanager
