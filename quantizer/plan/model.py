@@ -18,6 +18,8 @@ from quantizer.graph.ir import Graph, Node
 
 Key = tuple[str, str]
 """A layer and a role, which together name one tensor."""
+PartRuns = tuple[tuple[Key | None, int], ...]
+"""The tensor of each run of channels, None for constants, and the run's length."""
 TensorSpecs = Mapping[Key, QuantizationSpec]
 """How tensors are quantized."""
 RANKS = ("all", "weighted", "type", "pattern", "path", "name", "exclude", "cache")
@@ -129,7 +131,7 @@ class JoinPlan:
     scalable: tuple[str, ...]
     is_returned: bool
     is_single: bool = False
-    parts: Mapping[str, tuple[tuple[Key | None, int], ...]] = field(default_factory=dict)
+    parts: Mapping[str, PartRuns] = field(default_factory=dict)
 
     @property
     def is_of_channels(self) -> bool:

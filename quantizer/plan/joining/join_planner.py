@@ -11,7 +11,7 @@ from quantizer.graph.channels.origins import Runs
 from quantizer.graph.ir import Graph
 from quantizer.plan.joining.joins import input_role, open_joins
 from quantizer.plan.layout import Join, Layout, Multiplication, quantization_point
-from quantizer.plan.model import JoinPlan, Key, TensorPlan, is_entry, output_role
+from quantizer.plan.model import JoinPlan, Key, PartRuns, TensorPlan, is_entry, output_role
 
 _CHANNELS_OF_IMAGES = 1
 
@@ -87,7 +87,7 @@ class JoinPlanner:
         keys: dict[int, Key] = {}
         for number, (first, length) in self._spans(join).items():
             keys[number] = self._span_key(join, first, length)
-        parts: dict[str, tuple[tuple[Key | None, int], ...]] = {}
+        parts: dict[str, PartRuns] = {}
         inputs: list[Key] = []
         for product in join.products:
             key = self._input_key(product)
@@ -152,7 +152,7 @@ class JoinPlanner:
         inputs: list[Key] = []
         divisible: list[Key] = []
         scalable: list[str] = []
-        parts: dict[str, tuple[tuple[Key | None, int], ...]] = {}
+        parts: dict[str, PartRuns] = {}
         for product in join.products:
             key = self._input_key(product)
             if key is not None:
@@ -223,7 +223,7 @@ class JoinPlanner:
                 keys[key] = None
         return tuple(keys)
 
-    def _channels(self, product: Multiplication) -> tuple[tuple[Key | None, int], ...]:
+    def _channels(self, product: Multiplication) -> PartRuns:
         """Return the tensor of each run of a layer's input channels, None for constants, and
         the run's length.
         """

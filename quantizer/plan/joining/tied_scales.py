@@ -24,12 +24,14 @@ _FUSED_NAMES = (
 )
 """The names by which engines find such layers."""
 
+Layers = tuple[str, ...]
+"""Layers that share something, in execution order."""
 _Labels = dict[str, frozenset[str]]
 """For each node, the layers whose outputs its value depends on."""
 
 
 @derived
-def fused_layers(graph: Graph) -> tuple[tuple[str, ...], ...]:
+def fused_layers(graph: Graph) -> tuple[Layers, ...]:
     """Return the groups of layers that engines fuse, in execution order.
 
     Layers of a group are linear, read one value and stand in one module. In that module, their
@@ -55,20 +57,20 @@ def fused_layers(graph: Graph) -> tuple[tuple[str, ...], ...]:
         if len(scopes) > 1:
             of_module = by_module.setdefault(key[0], [])
             of_module.append(members)
-    groups: list[tuple[str, ...]] = []
+    groups: list[Layers] = []
     for module, candidates in by_module.items():
         groups += _meeting_groups(graph, module, candidates)
     groups.sort(key=lambda group: graph.index[group[0]])
     return tuple(groups)
 
 
-def _named_alike(graph: Graph, linears: Sequence[Node]) -> tuple[tuple[str, ...], ...]:
+def _named_alike(graph: Graph, linears: Sequence[Node]) -> tuple[Layers, ...]:
     """Return groups of layers by their names in one module, with equal numbers of inputs."""
     by_path: dict[str, Node] = {}
     for node in linears:
         by_path[node.scope] = node
     parents = dict.fromkeys(node.outer_scope for node in linears)
-    groups: list[tuple[str, ...]] = []
+    groups: list[Layers] = []
     for parent, names in itertools.product(parents, _FUSED_NAMES):
         prefix = f"{parent}." if parent else ""
         layers: list[str] = []
@@ -85,7 +87,7 @@ def _named_alike(graph: Graph, linears: Sequence[Node]) -> tuple[tuple[str, ...]
 
 def _meeting_groups(
     graph: Graph, module: str, candidates: Iterable[Sequence[Node]]
-) -> list[tuple[str, ...]]:
+) -> list[Layers]:
     """Return the parts of the candidates of one module whose outputs meet in it."""
     group_of: dict[str, set[str]] = {}
     value_read: dict[str, int] = {}
@@ -108,7 +110,7 @@ def _meeting_groups(
     united: dict[int, set[str]] = {}
     for layers in group_of.values():
         united[id(layers)] = layers
-    groups: list[tuple[str, ...]] = []
+    groups: list[Layers] = []
     for layers in united.values():
         in_order = sorted(layers, key=graph.index.__getitem__)
         if len(layers) > 1:
@@ -155,13 +157,13 @@ def _unite(
                 group_of[member] = united
 
 
-def tied_layers(graph: Graph, specs: TensorSpecs) -> tuple[tuple[str, ...], ...]:
+def tied_layers(graph: Graph, specs: TensorSpecs) -> tuple[Layers, ...]:
     """Return the groups of layers whose weights share a scale or a factor.
 
     These are fused layers with one spec, of a float format that has one number for the whole
     tensor. An engine takes the largest number of a group for all of its layers.
     """
-    groups: list[tuple[str, ...]] = []
+    groups: list[Layers] = []
     for group in fused_layers(graph):
         by_spec: dict[QuantizationSpec, list[str]] = {}
         for layer in group:
@@ -192,7 +194,7 @@ def has_tensor_scale(spec: QuantizationSpec) -> bool:
 
 
 def tied_steps(
-    groups: Iterable[tuple[str, ...]], observer_of: Callable[[str], Observer]
+    groups: Iterable[Layers], observer_of: Callable[[str], Observer]
 ) -> dict[str, float]:
     """Return the largest step of the weights that share a scale with a layer's, by layer.
 
