@@ -15,14 +15,8 @@ from quantizer.comparison.extents import ChannelExtents
 from quantizer.comparison.output_figures import OutputFigures, PartFigures, RowCounts
 from quantizer.comparison.samples import SampleFinder, SampleRows, together
 from quantizer.errors import ModelError
-from quantizer.graph.channels.output_parts import (
-    Output,
-    OutputPart,
-    Seen,
-    SeenOutput,
-    output_parts,
-    parts_named_as,
-)
+from quantizer.graph.channels.output_parts import Output, output_parts, parts_named_as
+from quantizer.graph.channels.provenance import OutputPart, Seen, SeenOutput
 from quantizer.graph.ir import Graph
 from quantizer.nn.network import Execution, Network, Watchers
 from quantizer.sources.batches import Batch

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from quantizer.comparison.output_figures import RowCounts
 from quantizer.comparison.samples import SampleRows
-from quantizer.graph.channels.output_parts import Seen, SeenOutput
+from quantizer.graph.channels.provenance import Seen, SeenOutput
 from quantizer.graph.channels.row_order import RowOrder, places_of_rows
 
 

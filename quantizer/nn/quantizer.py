@@ -190,7 +190,7 @@ def quantize_tensor(
         )
     elif has_minimum(spec.dtype):
         # Only groups with a minimum need it
-        from quantizer.numerics.two_level import fake_cast_with_minimum
+        from quantizer.numerics.superblocks import fake_cast_with_minimum
 
         out = fake_cast_with_minimum(x, scale, zero_point, spec.dtype)
     else:

@@ -83,7 +83,7 @@ def _encode_with_minimum(
     value: Tensor, spec: Spec, scale: Tensor, minimum: Tensor
 ) -> Tensor | None:
     # Only groups with a minimum need it
-    from quantizer.numerics.two_level import encode_with_minimum
+    from quantizer.numerics.superblocks import encode_with_minimum
 
     rows = to_rows(value, spec.cut)
     codes = encode_with_minimum(rows, scale, minimum, spec.dtype)
@@ -108,7 +108,7 @@ def decode(
     work = work_dtype_of(spec, dtype)
     if has_minimum(spec.dtype):
         # Only groups with a minimum need it
-        from quantizer.numerics.two_level import decode_with_minimum
+        from quantizer.numerics.superblocks import decode_with_minimum
 
         rows = decode_with_minimum(to_rows(codes, spec.cut), scale, zero_point)
         return from_rows(rows, tuple(codes.shape), spec.cut).to(dtype).contiguous()

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from quantizer.numerics.formats import format_named, to_levels_
-from quantizer.numerics.two_level import (
+from quantizer.numerics.superblocks import (
     LEAST_FACTOR,
     SUPERBLOCK,
     SUPERBLOCKS,

@@ -161,7 +161,7 @@ def _qparams(step: Tensor, low: Tensor, code_range: CodeRange) -> QParams:
 def _superblock_qparams(step: Tensor, low: Tensor, code_range: FloatRange) -> QParams:
     """Return the nearest scales and minima that super-blocks hold."""
     # Only super-blocks need it
-    from quantizer.numerics.two_level import SUPERBLOCKS, nearest_in_superblocks
+    from quantizer.numerics.superblocks import SUPERBLOCKS, nearest_in_superblocks
 
     layout = SUPERBLOCKS[code_range.dtype]
     scale = nearest_in_superblocks(step, layout.scales, layout.groups).float()
@@ -192,7 +192,7 @@ def _unsigned_qparams(step: Tensor, low: Tensor, code_range: CodeRange) -> QPara
         zeros_scale = least if is_limited else 1.0
         if isinstance(code_range, FloatRange) and not code_range.has_zero:
             # Only super-blocks need it
-            from quantizer.numerics.two_level import LEAST_FACTOR
+            from quantizer.numerics.superblocks import LEAST_FACTOR
 
             zeros_scale = LEAST_FACTOR
         scale.masked_fill_(step == 0, zeros_scale)

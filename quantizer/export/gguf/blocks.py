@@ -24,7 +24,12 @@ from quantizer.numerics.codes import pack_bits
 from quantizer.numerics.formats import format_named
 from quantizer.numerics.granularity import from_rows, to_rows
 from quantizer.numerics.qparams import QParams
-from quantizer.numerics.two_level import SUPERBLOCK, SUPERBLOCKS, ScaleCodes, split_superblocks
+from quantizer.numerics.superblocks import (
+    SUPERBLOCK,
+    SUPERBLOCKS,
+    ScaleCodes,
+    split_superblocks,
+)
 
 GGUF_BLOCK = 32
 """How many consecutive inputs share a scale."""

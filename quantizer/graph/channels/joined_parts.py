@@ -19,7 +19,7 @@ from quantizer.graph.channels.labels import (
     filled_labels,
     numbered_labels,
 )
-from quantizer.graph.channels.output_parts import OutputPart, PartRange, Provenance, Seen
+from quantizer.graph.channels.provenance import OutputPart, PartRange, Provenance, Seen
 from quantizer.graph.channels.replay import FILLED, UNWRITTEN, ExampleValues, Replay
 from quantizer.graph.ir import Graph, Node
 from quantizer.graph.names import last_part

@@ -13,14 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quantizer.graph.channels.axis_rules import (
-    JOINED,
-    PADDED,
-    RESHAPED,
-    SAME,
-    LabelledCall,
-    pads_zeros,
-)
+from quantizer.graph.channels.axis_rules import JOINED, PADDED, RESHAPED, SAME, pads_zeros
 from quantizer.graph.channels.labels import (
     UNFOLLOWED,
     along_axis,
@@ -31,7 +24,7 @@ from quantizer.graph.channels.labels import (
     meta_values,
     run_node,
 )
-from quantizer.graph.channels.output_parts import is_pointwise
+from quantizer.graph.channels.provenance import is_pointwise
 from quantizer.graph.edits import maker
 from quantizer.graph.ir import Graph, Node, map_refs
 from quantizer.graph.targets import call
@@ -212,7 +205,7 @@ class _SourceLabels:
             return first.reshape(self.values[node.name].shape)
         blended = self._blended(node, first)
         if blended is not None:
-            return blended
+            return blended[:1] if isinstance(blended, list) else blended
         if not node.is_join and not node.row.only_moves:
             return None  # a maximum or a sorting picks by value
         arguments = {key: value for key, value in node.attrs.items() if key not in moved}
@@ -223,21 +216,15 @@ class _SourceLabels:
             arguments["value"] = _CONSTANT
         return call(node.target, arguments | labels)
 
-    def _blended(self, node: Node, labels: Tensor) -> Any:
+    def _blended(self, node: Node, labels: Any) -> Any:
         """Return the labels after windows, resizing or padding with zeros; None if labels
         change along the axes that these are on.
         """
         rule = node.row.axes
-        value = self.values.get(node.name)
-        if rule is None or rule.runs or value is None or not isinstance(labels, Tensor):
+        source = self.graph.source(node)
+        if rule is None or rule.runs or source is None or not isinstance(labels, Tensor):
             return None
-        is_one = isinstance(value, Tensor)
-        shape = value.shape if is_one else value[0].shape
-        arguments = {next(iter(node.inputs)): compress_labels(labels)}
-        blended = rule.labels(LabelledCall(arguments, node.attrs, shape, lambda: None))
-        if blended is None or blended.shape != shape:
-            return None
-        return blended if is_one else [blended]
+        return carried(self.graph, node, {source.name: compress_labels(labels)})
 
     def _label(self, name: str) -> Any:
         """Return the labels of a value: of a join, or one number for all that another node

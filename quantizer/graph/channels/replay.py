@@ -16,7 +16,7 @@ from torch import Tensor
 
 from quantizer.graph.channels.axis_rules import RESHAPED
 from quantizer.graph.channels.labels import example_shape, run_node
-from quantizer.graph.channels.output_parts import Seen, moved_operands
+from quantizer.graph.channels.provenance import Seen, moved_operands
 from quantizer.graph.ir import Graph, Node, walk_back
 
 FILLED = 0

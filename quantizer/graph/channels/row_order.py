@@ -22,7 +22,7 @@ from quantizer.graph.channels.axis_rules import (
     REDUCED,
 )
 from quantizer.graph.channels.labels import filled_labels
-from quantizer.graph.channels.output_parts import Seen, is_pointwise, moved_operands
+from quantizer.graph.channels.provenance import Seen, is_pointwise, moved_operands
 from quantizer.graph.channels.replay import UNWRITTEN, Replay
 from quantizer.graph.ir import Graph, Node, Ref, references
 
