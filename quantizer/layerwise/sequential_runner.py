@@ -20,7 +20,7 @@ from torch.utils import _pytree as pytree
 
 from quantizer.distributed import ALONE, Ranks
 from quantizer.errors import DataError
-from quantizer.graph.ir import Node
+from quantizer.graph.ir import Graph, Node
 from quantizer.nn.network import (
     NO_WATCHERS,
     Execution,
@@ -35,6 +35,9 @@ from quantizer.storage import process_memory
 from quantizer.storage.deferred_tensor import CPU, DeferredTensor, Spool, keep_loaded, loaded
 from quantizer.storage.process_memory import TRIM_AFTER_GROWTH, trim_heap
 
+_IDS = 1024
+_IDS_OF_A_DEVICE = 8192
+"""Up to this many token ids run as one batch: on the CPU, and elsewhere."""
 _NumberedInputs = tuple[int, list[Any]]
 """The number of a batch, and what it gives the network."""
 
@@ -97,10 +100,7 @@ class SequentialRunner:
         numbered = self._inputs(first)
         runs: Iterable[list[_NumberedInputs]] = ([row] for row in numbered)
         if together:
-            # Few algorithms ask for it
-            from quantizer.layerwise.joined_batches import joinable
-
-            runs = joinable(network.graph, numbered)
+            runs = _joined(network.graph, numbered)
         self._runs = [self._start(parts) for parts in runs]
         if not self.batches:
             raise no_batches()
@@ -280,6 +280,41 @@ class SequentialRunner:
         for name, value in before.items():
             if execution.values.get(name) is not value:
                 self._store.free(value)
+
+
+def _joined(
+    graph: Graph, batches: Iterable[_NumberedInputs]
+) -> Iterator[list[_NumberedInputs]]:
+    """Yield consecutive batches of token ids of one length, of few ids together. Other batches
+    are yielded one by one.
+    """
+    if not _reads_ids(graph):
+        for row in batches:
+            yield [row]
+        return
+    most = _IDS if graph.device == CPU else _IDS_OF_A_DEVICE
+    parts: list[_NumberedInputs] = []
+    room = 0
+    lengths: list[Any] = []
+    for number, inputs in batches:
+        size = max(value.numel() for value in inputs)
+        new_lengths = [value.shape[1:] for value in inputs]
+        if parts and (size > room or new_lengths != lengths):
+            yield parts
+            parts = []
+        if not parts:
+            room = most
+            lengths = new_lengths
+        room -= size
+        parts.append((number, inputs))
+    if parts:
+        yield parts
+
+
+def _reads_ids(graph: Graph) -> bool:
+    """Check whether all inputs are integers whose first axis is the batch, of any size."""
+    nodes = [node for node in graph.nodes if node.op == "input"]
+    return all(node.shape and node.shape[0] is None and not node.is_float for node in nodes)
 
 
 def no_batches(purpose: str = "calibration") -> DataError:

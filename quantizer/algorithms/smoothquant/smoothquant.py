@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from quantizer.algorithms.smoothquant.settings import SmoothQuantConfig
+from quantizer.comparison.extents import ends_along
 from quantizer.config.json_types import JsonObject
 from quantizer.config.model import CAST_ONLY, QuantizationSpec
 from quantizer.config.wording import counted, first_names
@@ -234,7 +235,6 @@ def _quantized_input(
         return TensorQuantizer(spec)(x)  # type: ignore[no-any-return]
     if spec.is_dynamic and spec.qscheme != "per_tensor":
         # The calibrated scale of a tensor in groups would be that of its largest value
-        spec = dataclasses.replace(spec, is_dynamic=True)
         by_row = dataclasses.replace(spec, qscheme="per_token", ch_axis=2)
         if spec.group_size:
             by_row = dataclasses.replace(spec, qscheme="per_group", ch_axis=2)
@@ -294,11 +294,11 @@ class ChannelRanges:
         """
         if x.numel() == 0:
             return
-        low, high = _extremes(x, self._group.axis)
+        low, high = ends_along(x, self._group.axis)
         if not math.isfinite(low.sum()) or not math.isfinite(high.sum()):
             raise not_finite_input(self._group.layers[0], NonFiniteError(x))
-        self.low = torch.minimum(self.low, low.float())
-        self.high = torch.maximum(self.high, high.float())
+        self.low = torch.minimum(self.low, low.to(self.low.device))
+        self.high = torch.maximum(self.high, high.to(self.high.device))
         self.tokens += x.numel() // self._group.channels
         for sample in self._samples.values():
             sample.add(x)
@@ -310,16 +310,6 @@ class ChannelRanges:
         self.low = torch.stack(lows).amin(0)
         self.high = torch.stack(highs).amax(0)
         self.tokens = sum(tokens)
-
-
-def _extremes(x: Tensor, axis: int) -> tuple[Tensor, Tensor]:
-    """Return the least and the greatest value of each index of an axis."""
-    axis = axis % x.dim()
-    if axis == x.dim() - 1:
-        rows = x.reshape(-1, x.shape[-1])
-        return rows.amin(0), rows.amax(0)
-    others = [dim for dim in range(x.dim()) if dim != axis]
-    return x.amin(others), x.amax(others)
 
 
 class _SampledInputs:
