@@ -2,7 +2,6 @@
 consistent checkpoint.
 """
 
-import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,6 +20,7 @@ from quantizer.storage.files import (
     write_json,
     write_tensors,
 )
+from quantizer.storage.folder_list import is_digest
 from quantizer.storage.opened_files import json_digest
 from quantizer.storage.ownership import listed_files
 from quantizer.storage.replacing import remove_file
@@ -160,7 +160,7 @@ class Checkpoint:
         Raises:
             ResultError: the file is missing or was changed.
         """
-        if not re.fullmatch("[0-9a-f]{64}", digest):
+        if not is_digest(digest):
             raise ValueError(f"{digest!r:.80} is not a digest")
         path = self._path(digest)
         if not path.is_file() or sha256(path) != digest:

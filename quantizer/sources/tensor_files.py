@@ -200,10 +200,8 @@ def _torch_failure(message: str) -> _UnreadableError:
             "it is a TorchScript archive, which is a program",
             "save the state_dict of the Python model",
         )
-    if "pickle" in message.lower() or "Weights only load failed" in message:
-        text = "it is not a file that torch.save wrote, or it is damaged"
-        return _UnreadableError(text, _AGAIN)
-    return _UnreadableError("it is truncated or damaged", _AGAIN)
+    text = "it is not a file that torch.save wrote, or it is damaged"
+    return _UnreadableError(text, _AGAIN)
 
 
 def _read_npy(path: Path) -> Tensor:

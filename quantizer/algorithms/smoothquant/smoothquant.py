@@ -44,7 +44,7 @@ from quantizer.layerwise.round_to_nearest import nearest, nearest_qparams, sampl
 from quantizer.nn.network import Network
 from quantizer.nn.quantizer import TensorQuantizer
 from quantizer.numerics.codes import bits_of
-from quantizer.numerics.qparams import QParams, qparams_from_range
+from quantizer.numerics.qparams import qparams_from_range
 from quantizer.observers import NonFiniteError, code_range_of
 from quantizer.plan.fit.fitted_config import can_rescale, input_spec
 from quantizer.plan.fit.fitted_layers import behind_norms
@@ -226,8 +226,8 @@ def smoothing_loss(
 def _quantized_input(
     x: Tensor, spec: QuantizationSpec | None, ranges: ChannelRanges, factors: Tensor
 ) -> Tensor:
-    """Quantize rows of inputs [groups, samples, depth] with the scale that calibration would
-    find, or with that of each row.
+    """Quantize rows of inputs [groups, samples, depth] with the one scale that calibration
+    would find, or with that of each row.
     """
     if spec is None:
         return x
@@ -241,15 +241,6 @@ def _quantized_input(
         return TensorQuantizer(by_row)(x)  # type: ignore[no-any-return]
     low = ranges.low / factors
     high = ranges.high / factors
-    if spec.qscheme == "per_channel":
-        qparams = qparams_from_range(low, high, code_range_of(spec))
-        groups, samples, depth = x.shape
-        scale = by_input(qparams.scale, groups, depth).flatten()
-        zero_point = by_input(qparams.zero_point, groups, depth).flatten()
-        rows = x.transpose(0, 1).flatten(1)
-        by_column = dataclasses.replace(spec, ch_axis=1)
-        quantized = nearest(rows, by_column, QParams(scale, zero_point))
-        return quantized.view(samples, groups, -1).transpose(0, 1)
     whole = dataclasses.replace(spec, qscheme="per_tensor", ch_axis=None, group_size=None)
     return nearest(x, whole, qparams_from_range(low.amin(), high.amax(), code_range_of(whole)))
 

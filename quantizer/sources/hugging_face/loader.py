@@ -223,13 +223,6 @@ def _require_weights(folder: Path, architecture: str) -> None:
     """
     if stored_tensors(folder):
         return
-    shards = sorted(folder.glob("*.safetensors"))
-    if shards:
-        raise ModelError(
-            f"{folder} has {shards[0].name}, but no {CHECKPOINT_FILE}, and no "
-            f"{CHECKPOINT_INDEX}, which names the files of a model",
-            help="copy or download the whole model",
-        )
     pickles = sorted(folder.glob("*.bin"))
     if pickles:
         raise ModelError(
@@ -238,7 +231,8 @@ def _require_weights(folder: Path, architecture: str) -> None:
             ".save_pretrained('converted') writes a folder with safetensors",
         )
     raise ModelError(
-        f"{folder} has no weights: there is no {CHECKPOINT_FILE}",
+        f"{folder} has no weights: there is no {CHECKPOINT_FILE}, and no {CHECKPOINT_INDEX} "
+        "that names its parts",
         help="copy or download the whole model",
     )
 
