@@ -92,11 +92,7 @@ def parse_value(
             json.dumps(value, ensure_ascii=False).encode()
     except json.JSONDecodeError as cause:
         place = f"{path}:{first_line - 1 + cause.lineno}:{cause.colno}"
-        reason = cause.msg
-        if text.startswith("\ufeff"):
-            reason = "it begins with a byte order mark"
-            remedy = "save it as UTF-8 without one"
-        raise error(f"{place} is not JSON: {reason}", help=remedy) from cause
+        raise error(f"{place} is not JSON: {cause.msg}", help=remedy) from cause
     except (ValueError, RecursionError) as cause:
         raise error(f"{path}:{first_line} is not JSON: {cause}", help=remedy) from cause
     return value

@@ -306,7 +306,7 @@ class Spool:
         order = sorted(axes, key=stride.__getitem__, reverse=True)
         inverse = [order.index(axis) for axis in axes]
         try:
-            stored = self._file.put(tensor.permute(order))
+            read = self._file.put(tensor.permute(order))
         except OSError as error:
             raise DataError(
                 f"cannot write values of the network to {tempfile.gettempdir()}: "
@@ -319,7 +319,7 @@ class Spool:
             self._bytes_since_trim = 0
             trim_heap(kept_after_moves())
         return DeferredTensor(
-            tensor.shape, tensor.dtype, lambda: stored.load().permute(inverse), stride=stride
+            tensor.shape, tensor.dtype, lambda: read().permute(inverse), stride=stride
         )
 
 
@@ -336,8 +336,8 @@ class _SpoolFile:
         weakref.finalize(self, file.close)
         return file.fileno()
 
-    def put(self, tensor: Tensor) -> DeferredTensor:
-        """Append the values of a contiguous tensor, and return it deferred."""
+    def put(self, tensor: Tensor) -> Callable[[], Tensor]:
+        """Append the values of a contiguous tensor, and return a function that reads them."""
         start = self.end
         shape = tensor.shape
         dtype = tensor.dtype
@@ -346,9 +346,7 @@ class _SpoolFile:
             count = write_at(self.descriptor, content, self.end)
             content = content[count:]
             self.end += count
-        return DeferredTensor(
-            shape, dtype, lambda: read_tensor(self.descriptor, start, shape, dtype)
-        )
+        return lambda: read_tensor(self.descriptor, start, shape, dtype)
 
 
 def read_tensor(file: int, start: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:

@@ -308,7 +308,7 @@ OBJECTS = (
 DAMAGE = {
     "empty": (b"", " cannot be read: it is empty"),
     "cut": (b'{\n "a": [1,\n', ":3:1 is not JSON: Expecting value"),
-    "a mark": (b"\xef\xbb\xbf{}", ":1:1 is not JSON: it begins with a byte order mark"),
+    "a mark": (b"\xef\xbb\xbf{}", ":1:1 is not JSON: Unexpected UTF-8 BOM"),
     "16 bits": ("{}".encode("utf-16"), ":1 is not UTF-8 text: byte 0xff at offset 0"),
     "Latin-1": (b'{\n"a": "\xe9"}', ":2 is not UTF-8 text: byte 0xe9 at offset 8"),
     "a list": (b"[1]", ":1 is a list, not an object"),
