@@ -25,7 +25,7 @@ from quantizer.storage.files import damaged
 _AGAIN = "run without <--resume>"
 _T = TypeVar("_T")
 
-_EXCHANGED_BATCHES = 8
+_BATCHES_APART = 8
 """Batches of a rank between two exchanges. A stopped run loses what it has observed since the
 last one.
 """
@@ -165,14 +165,17 @@ def observe_share(
     """
     shard = _Shard(calibration)
     first = calibration.batches
+    # Ranks that do not fit each other are found at the first exchange
+    batches_per_rank = 1
     since = 0
     for number, batch in enumerate(batches):
         if ranks.owns(number):
             with prefix_batch_errors(first + number, batch):
                 shard.observe(network, batch)
         since += 1
-        if since == _EXCHANGED_BATCHES * ranks.world_size:
+        if since == batches_per_rank * ranks.world_size:
             shard.exchange(ranks, since)
+            batches_per_rank = _BATCHES_APART
             since = 0
     shard.exchange(ranks, since)
 

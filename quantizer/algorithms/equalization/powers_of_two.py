@@ -100,8 +100,8 @@ def _adjustment_of(graph: Graph, exponents: Exponents) -> Adjustment:
     groups = {row.group.source: row.group for row in input_readers(graph)}
     for source, levels in exponents.items():
         if source in names:
-            factors = torch.tensor(levels, dtype=torch.float32, device=graph.device)
-            adjustment = fold_factors(graph, groups[source], torch.exp2(-factors), adjustment)
+            inverse = 1 / _factors(levels).to(graph.device)
+            adjustment = fold_factors(graph, groups[source], inverse, adjustment)
     return adjustment
 
 
@@ -338,7 +338,6 @@ def level_adjustment(graph: Graph, exponents: Exponents) -> Adjustment:
         changes = changes.with_parameters(first.name, weight=scaled)
         if "bias" in first.params:
             bias = parameter(graph, changes, first.name, "bias")
-            bias = loaded(bias)
             bias = (bias * factors).to(bias.dtype)
             changes = changes.with_parameters(first.name, bias=bias)
         weight = parameter(graph, changes, second.name)

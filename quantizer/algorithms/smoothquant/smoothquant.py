@@ -360,30 +360,29 @@ def smooth_normalized_inputs(fitting: Fitting) -> None:
         key = "pre_quant_opt_config"
     names = first_names(fitting.names(layers), 2)
     fitting.change(
-        _with_smoothquant(fitting.document, key, is_for_checkpoints=fitting.is_hierarchical),
+        _with_smoothquant(fitting.document, key),
         f"smoothquant added to {key}: {counted(len(layers), 'linear layer')} behind a "
         f"normalization ({names}), where a few channels are far larger than the others and one "
         "static range leaves few codes for these",
     )
 
 
-def _with_smoothquant(
-    document: JsonObject, key: str, *, is_for_checkpoints: bool
-) -> JsonObject:
+def _with_smoothquant(document: JsonObject, key: str) -> JsonObject:
     """Return the document with SmoothQuant before the other algorithms of a key.
 
-    Checkpoints have no place for operators that it would insert.
+    The hierarchical form is for checkpoints, which have no place for operators that it would
+    insert.
     """
     changed = copy.deepcopy(document)
     entry: JsonObject = dict(_SMOOTHQUANT)
-    if is_for_checkpoints:
-        entry["online"] = False
     others = changed.get(key) or []
     if isinstance(others, dict):
         others = [others]
     changed[key] = [entry, *others]
-    if not others and key != "algorithms":
-        changed[key] = entry
+    if key == "pre_quant_opt_config":
+        entry["online"] = False
+        if not others:
+            changed[key] = entry
     return changed
 
 
