@@ -115,7 +115,8 @@ class Arguments:
         taken = ", ".join(self.names)
         raise BatchError(
             f"has {elements}, but the model takes {wanted} (and one target may follow)",
-            help=f"forward() of the model takes {taken}; a dict leaves no doubt",
+            help=f"forward() of the model takes {taken}; a dict leaves no doubt, and samples "
+            "are stacked to one tensor",
         )
 
     def _is_target(self, item: Sequence[Any]) -> bool:
