@@ -358,16 +358,11 @@ def _report_change(
     drawing = [node.name for node in graph.nodes if node.is_random]
     layer = drawing[0] if drawing else ""
     where = f", first at {layer}" if layer else ", which its trace has frozen"
-    effect = "comparisons with the float model include these differences"
-    # Dropout, which a pass removes
-    if layer and graph.by_name[layer].row.only_moves:
-        effect = "the quantized network leaves this layer out"
     logger.warning(
         "%s gives another output in each call on the same batch: it draws random numbers in "
-        "evaluation mode%s; %s",
+        "evaluation mode%s; comparisons with the float model include these differences",
         name,
         where,
-        effect,
     )
 
 

@@ -279,11 +279,9 @@ class Checkpoints(Events):
         # With several ranks, the snapshot has fewer batches: those until the last exchange
         snapshot = self._save(stage)
         done = snapshot.state.get("batches", stage.done)
-        progress = f"{done} {stage.unit}"
+        progress = f"{done} of {stage.total} {stage.unit}"
         if stage.unit == "batches":
             progress = counted(done, "batch")
-        if stage.total and stage.unit != "batches":
-            progress = f"{done} of {stage.total} {stage.unit}"
         how_to_resume = marked_text(self.how_to_resume)
         text = Sentence(f"{stage.name} stopped after {progress}; {how_to_resume}")
         stage.events.message(logging.WARNING, text)

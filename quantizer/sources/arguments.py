@@ -63,8 +63,6 @@ class Arguments:
             near = closest_word(name, self.names)
             if near is not None:
                 remedy = f"did you mean {near}? {remedy}"
-            elif len(names) == self.needed == 1:
-                remedy += f": name the tensor {taken}, or give it without a dict"
             raise BatchError(
                 f"has the key {name!r}, which the model does not take", help=remedy
             )

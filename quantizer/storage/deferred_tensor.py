@@ -257,19 +257,15 @@ def move_to_disk(tensor: Tensor) -> Tensor:
     """
     if isinstance(tensor, DeferredTensor) or not tensor.numel():
         return tensor
-    if tensor.is_cuda and _is_half_of_gpu_free(tensor):
-        return tensor
+    if tensor.is_cuda:
+        free, total = torch.cuda.mem_get_info(tensor.device)
+        if 2 * free > total:
+            return tensor
     if tensor.is_meta:
         return DeferredTensor(
             tensor.shape, tensor.dtype, lambda: tensor, tensor.device, stride=tensor.stride()
         )
     return _spool.put(tensor).on_device(tensor.device)
-
-
-def _is_half_of_gpu_free(tensor: Tensor) -> bool:
-    """Return whether at least half of the memory of a tensor's GPU is free."""
-    free, total = torch.cuda.mem_get_info(tensor.device)
-    return 2 * free > total
 
 
 _MAX_FILE_BYTES = 1 << 28

@@ -113,7 +113,6 @@ def test_a_dict_gives_keyword_arguments() -> None:
             OneInput(),
             "has the key 'image', which the model does not take | forward",
         ),
-        ({"image": X}, OneInput(), "takes x: name the tensor x, or give it without a dict"),
         ({"lefts": X, "right": X}, Named(), "'lefts', which the model does not take | did you"),
         ({"right": X}, Named(), "lacks the key 'left', which the model needs | forward() of"),
         (
