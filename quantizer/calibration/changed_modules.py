@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -224,7 +224,7 @@ class TracedModules:
             takes_insertions = None not in modules
             if algorithm.stage == "round" or group.fold is not None or takes_insertions:
                 groups.append(group)
-            elif self._are_experts(group.layers):
+            elif all(self.graph.by_name[name].row.experts for name in group.layers):
                 # Its weights can be rounded, but nothing can be inserted before it
                 groups.append(replace(group, is_fixed=True))
         for path in sorted(repeated):
@@ -232,11 +232,6 @@ class TracedModules:
                 "%s runs more than once, so %s leaves it as it is", path, algorithm.name
             )
         return replace(structure, groups=tuple(groups))
-
-    def _are_experts(self, names: Iterable[str]) -> bool:
-        """Return whether all these nodes multiply by the weights of experts."""
-        nodes = [self.graph.by_name[name] for name in names]
-        return all(node.row.experts for node in nodes)
 
     def write(self, adjustment: Adjustment) -> dict[str, RoundedWeight]:
         """Write what algorithms found into the model, except for rounded weights.

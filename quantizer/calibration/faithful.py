@@ -47,7 +47,7 @@ _UNSTABLE = (
 
 
 def compare_with_model(
-    module: nn.Module, graph: Graph, batch: Batch, *, twice: bool = True
+    module: nn.Module, graph: Graph, batch: Batch, *, twice: bool
 ) -> tuple[int, ...]:
     """Check that the module computes the same in each call, and the same as its trace.
 
@@ -136,13 +136,7 @@ def changed_function(original: Graph, changed: Graph, batch: Batch) -> float:
         if difference <= _TOLERANCE or _is_near(difference, first):
             return 0.0
         # Sums in another order differ as sums with other last bits of the weights
-        draw = torch.Generator().manual_seed(0)
-        weights: dict[str, Tensor] = {}
-        for name, value in network.named_parameters():
-            if not value.is_floating_point():
-                continue
-            errors = torch.randn(value.shape, generator=draw).to(value) * _ROUNDING
-            weights[name] = value + value * errors
+        weights = _with_rounding_errors(dict(network.named_parameters()))
         with_weights = partial(torch.func.functional_call, network, weights)
         rounded = _floats(lambda *args, **kwargs: with_weights(args, kwargs), call)
     is_of_rounding = difference <= _MOST_OF_ROUNDING * output_distance(first, rounded)
@@ -232,6 +226,15 @@ def _is_of_rounding(
     """
     if _is_near(difference, first):
         return True
+    effect = output_distance(first, _output(module, _with_rounding_errors(call), seed=1))
+    if difference > _MOST_OF_ROUNDING * effect:
+        return False
+    logger.warning(_UNSTABLE, type(module).__name__, difference)
+    return True
+
+
+def _with_rounding_errors(values: Any) -> Any:
+    """Return nested values with other last digits of floating-point tensors."""
     draw = torch.Generator().manual_seed(0)
 
     def rounded(value: Tensor) -> Tensor:
@@ -240,12 +243,7 @@ def _is_of_rounding(
         errors = torch.randn(value.shape, generator=draw).to(value) * _ROUNDING
         return value + value * errors
 
-    changed: Call = pytree.tree_map_only(Tensor, rounded, call)
-    effect = output_distance(first, _output(module, changed, seed=1))
-    if difference > _MOST_OF_ROUNDING * effect:
-        return False
-    logger.warning(_UNSTABLE, type(module).__name__, difference)
-    return True
+    return pytree.tree_map_only(Tensor, rounded, values)
 
 
 class _FirstOfEqual(TorchFunctionMode):
@@ -358,40 +356,14 @@ def _report_change(
             "the inputs instead",
         )
     drawing = [node.name for node in graph.nodes if node.is_random]
-    layer = drawing[0] if drawing else _first_random(graph, call)
+    layer = drawing[0] if drawing else ""
     where = f", first at {layer}" if layer else ", which its trace has frozen"
-    effect = "comparisons with the float model include these differences"
-    # Dropout, which a pass removes
-    if layer and graph.by_name[layer].row.only_moves:
-        effect = "the quantized network leaves this layer out"
     logger.warning(
         "%s gives another output in each call on the same batch: it draws random numbers in "
-        "evaluation mode%s; %s",
+        "evaluation mode%s; comparisons with the float model include these differences",
         name,
         where,
-        effect,
     )
-
-
-def _first_random(graph: Graph, call: Call) -> str:
-    """Return the first layer whose value depends on random numbers; "" if there is none."""
-    first = _sums(graph, call, seed=0)
-    second = _sums(graph, call, seed=1)
-    for name, total in first.items():
-        if total != second[name] and not math.isnan(total):
-            return name
-    return ""
-
-
-def _sums(graph: Graph, call: Call, seed: int) -> dict[str, float]:
-    """Return the sum of each layer's values."""
-    sums = {}
-
-    def add(name: str, value: Tensor) -> None:
-        sums[name] = float(value.double().sum())
-
-    _watch(graph, call, seed, add)
-    return sums
 
 
 def _first_difference(module: nn.Module, graph: Graph, call: Call) -> str:
@@ -417,24 +389,17 @@ def _first_difference(module: nn.Module, graph: Graph, call: Call) -> str:
     last = {node.scope: node.name for node in graph.nodes}
     expected = {}
     for path, values in outputs.items():
-        if path in last and len(values) == 1:
-            expected[last[path]] = values
+        name = last.get(path)
+        if name is not None and graph.by_name[name].is_float and len(values) == 1:
+            expected[name] = values
     far = []
 
     def compare(name: str, value: Tensor) -> None:
-        if name in expected and not _is_near(output_distance(expected[name], [value]), [value]):
+        if not _is_near(output_distance(expected[name], [value]), [value]):
             far.append(name)
 
-    _watch(graph, call, 1, compare)
-    return far[0] if far else ""
-
-
-def _watch(graph: Graph, call: Call, seed: int, look: Callable[[str, Tensor], None]) -> None:
-    """Run the traced network and show the value of each layer."""
-    seed_everything(seed)
-    watchers = {}
-    for node in graph.nodes:
-        if node.is_float and node.op != "input":
-            watchers[node.name] = partial(look, node.name)
+    seed_everything(1)
     args, kwargs = _copied(call)
+    watchers = {name: partial(compare, name) for name in expected}
     Network(graph).observe(args, kwargs, watchers)
+    return far[0] if far else ""

@@ -5,7 +5,7 @@ They are of contents, not of files.
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
@@ -120,17 +120,12 @@ def tensor_digest(tensor: Tensor) -> str:
     """Return a digest of dtype, shape and bytes."""
     header = f"{tensor.dtype} {tuple(tensor.shape)} "
     sha256 = hashlib.sha256(header.encode())
-    for block in _byte_blocks(tensor):
-        sha256.update(block)
-    return sha256.hexdigest()[:16]
-
-
-def _byte_blocks(tensor: Tensor) -> Iterator[bytes | memoryview]:
-    """Yield the bytes of a tensor. Those in a file are read block by block."""
     if isinstance(tensor, DeferredTensor) and tensor.place is not None:
-        yield from tensor.place.blocks()
+        for block in tensor.place.blocks():
+            sha256.update(block)
     else:
-        yield bytes_of(tensor)
+        sha256.update(bytes_of(tensor))
+    return sha256.hexdigest()[:16]
 
 
 def value_digest(value: Any) -> str:

@@ -5,15 +5,16 @@ that the machine has it. It counts what is large: weights, activations, Gram mat
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
 
+from quantizer.config.algorithms import Algorithm
 from quantizer.config.model import ResolvedConfig
 from quantizer.config.roles import is_parameter
 from quantizer.errors import OutOfMemoryError
-from quantizer.graph.ir import Graph
+from quantizer.graph.ir import Graph, Node
 from quantizer.layerwise.sequential_runner import half_of_what_is_free
 from quantizer.option_words import Sentence
 from quantizer.plan.model import Key, Plan, TensorSpecs
@@ -38,7 +39,15 @@ PLANE = 2
 """The spatial axes of a convolution of images."""
 SURE = 1.2
 """A run is refused only if it needs this many times the memory of the machine."""
-
+SEARCHED = 8
+"""Copies in float32 while the scales of a weight are searched."""
+IN_COLUMNS = 14
+"""Copies in float32 while a weight is rounded column by column. They are float, rounded,
+transposed and ordered, with errors, scales and zero points, and a second solution. All layers
+with one input are solved together.
+"""
+GRADIENTS = 2
+"""Copies of an output while its gradient is drawn."""
 
 MOST_BATCHES_IN_STEP = 16
 """Batches that test mode runs in step, if weights are in files."""
@@ -82,11 +91,7 @@ def calibration_bytes(
     if plan.needs_data or finetuned or any(settings.needs_data for settings in algorithms):
         peak = max(peak, _reordered_bytes(graph) + pass_bytes(graph, data.size))
     if algorithms:
-        # Few configs have algorithms
-        from quantizer.calibration.algorithm_memory import algorithm_bytes
-
-        found = algorithm_bytes(graph, layers, algorithms, data.size, data.stored_bytes)
-        peak = max(peak, found)
+        peak = max(peak, _algorithm_bytes(graph, layers, algorithms, data))
     if finetuned or plan.corrected:
         peak = max(peak, _layer_by_layer_bytes(graph, data, both=finetuned))
     if graph.is_deferred:
@@ -269,6 +274,90 @@ def _layer_by_layer_bytes(graph: Graph, data: BatchSizes, *, both: bool) -> int:
         before = after
         working = max(working, working_bytes(graph, node, data.size))
     return data.stored_bytes(stored) + working
+
+
+def _algorithm_bytes(
+    graph: Graph, layers: Collection[str], algorithms: Iterable[Algorithm], data: BatchSizes
+) -> int:
+    """Return the most bytes that one of the algorithms takes, which change these layers."""
+    peak = 0
+    for settings in algorithms:
+        if settings.kind.matrices:
+            peak = max(peak, _matrix_bytes(graph, layers, settings, data))
+        if getattr(settings.settings, "guidance", 0):
+            peak = max(peak, _backward_bytes(graph, data.size))
+    return peak
+
+
+def _matrix_bytes(
+    graph: Graph, layers: Collection[str], settings: Algorithm, data: BatchSizes
+) -> int:
+    """Return the bytes for an algorithm with Gram matrices: the values of all batches that it
+    stores, and the matrices and weights of a group of layers with one input.
+    """
+    # Few configs have algorithms
+    from quantizer.layerwise.gram import DEEPEST
+
+    groups: dict[str, list[Node]] = {}
+    for name in layers:
+        node = graph.by_name[name]
+        if node.is_multiplying and _depth(graph, node) <= DEEPEST:
+            source = next(node.refs())
+            groups.setdefault(source, []).append(node)
+    alive = alive_bytes(graph, data.size)
+    solving = 0
+    kept = 0
+    last = 0
+    for source, nodes in groups.items():
+        solving = max(solving, 4 * _solving_values(graph, nodes, settings))
+        _, after = alive[source]
+        kept = max(kept, after)
+        for node in nodes:
+            last = max(last, graph.index[node.name])
+    stored = data.stored_bytes(settings.kind.networks * kept)
+    return stored + max(solving, pass_bytes(graph, data.size, last))
+
+
+def _backward_bytes(graph: Graph, size: int) -> int:
+    """Return the bytes for a backward pass of one batch: what operators read, all weights that
+    are read from files, and the gradients of the last value. Layers keep no inputs, as the
+    gradients of their weights are not computed.
+    """
+    total = 0
+    values: set[str] = set()
+    for node in graph.nodes:
+        total += read_bytes(graph, node)
+        if not node.params:
+            values.update(node.refs())
+    last = GRADIENTS * value_bytes(graph, graph.nodes[-1].name, size)
+    return total + last + sum(value_bytes(graph, name, size) for name in values)
+
+
+def _solving_values(graph: Graph, nodes: Sequence[Node], settings: Algorithm) -> int:
+    """Return how many float32 values an algorithm needs for the weights of one group."""
+    kind = settings.kind
+    sizes = [graph.weight(node).numel() for node in nodes]
+    matrix = max(_groups(node) * _depth(graph, node) ** 2 for node in nodes)
+    matrices = kind.matrices * matrix
+    if settings.stage != "round":
+        return SEARCHED * max(sizes) + matrices
+    # First the matrix is factored, then weights are rounded with what is left of it
+    factoring = matrices + COPIES * sum(sizes)
+    rounding = (1 + kind.networks) * matrix + IN_COLUMNS * sum(sizes)
+    return max(factoring, rounding)
+
+
+def _depth(graph: Graph, node: Node) -> int:
+    """Return the inputs of each output channel of a layer."""
+    weight = graph.weight(node)
+    channels = weight.shape[0]
+    if node.row.transposed:
+        channels = weight.shape[1] * _groups(node)
+    return weight.numel() // channels
+
+
+def _groups(node: Node) -> int:
+    return int(node.attrs.get("groups", 1))
 
 
 def _with_holes(used: int) -> int:

@@ -248,10 +248,6 @@ STAGES: tuple[Stage, ...] = get_args(Stage)
 Condition = Callable[[CalibrationRequest, CalibrationState], bool]
 
 
-def _always(request: CalibrationRequest, state: CalibrationState) -> bool:
-    return True
-
-
 @dataclass(frozen=True)
 class Step:
     """One step of a calibration, of the core or as a plug-in declares it.
@@ -264,7 +260,7 @@ class Step:
 
     stage: Stage
     run: Callable[[CalibrationRequest, CalibrationState], CalibrationState]
-    when: Condition = _always
+    when: Condition = lambda request, state: True
 
 
 @dataclass(frozen=True)

@@ -35,7 +35,6 @@ from quantizer.calibration.snapshots import (
 from quantizer.calibration.target import AlgorithmScope
 from quantizer.config.algorithms import ALGORITHMS, Algorithm, algorithm_entry
 from quantizer.config.wording import counted, first_names
-from quantizer.errors import ModelError
 from quantizer.graph.edits import Insertion, with_insertions
 from quantizer.graph.ir import Graph
 from quantizer.graph.structure.definitions import Structure
@@ -50,7 +49,6 @@ from quantizer.layerwise.adjustment import (
 )
 from quantizer.nn.network import Network
 from quantizer.numerics.qparams import QParams
-from quantizer.observers import NonFiniteError, require_finite
 from quantizer.plan.model import TensorSpecs
 from quantizer.plugins import loaded
 from quantizer.sources.batches import Batch
@@ -88,13 +86,11 @@ def run_algorithms(request: CalibrationRequest, state: CalibrationState) -> Cali
 
     Raises:
         ConfigError: an algorithm's entry names what is not in the model.
-        ModelError: NaN or infinity in a weight, which would spread to layers before it.
         DataError: a value in the network is not finite, or the data are not the same when they
             are read again.
     """
     algorithms = request.config.algorithms
     scope = state.target.scope(state.plan, request.first_batch())
-    _check_weights(scope.graph)
     # Wrong names are reported before more data are read
     structures = [find_structure(scope.graph, algorithm.names) for algorithm in algorithms]
     progress = _restored(request, scope.graph)
@@ -265,17 +261,6 @@ def algorithms_report(
         "inserted": inserted,
         "remarks": [{"layer": remark.layer, "text": remark.text} for remark in remarks],
     }
-
-
-def _check_weights(graph: Graph) -> None:
-    for node in graph.nodes:
-        if node.row.is_linear_or_convolution and "weight" in node.params:
-            try:
-                require_finite(graph.tensors[node.params["weight"]])
-            except NonFiniteError as error:
-                raise ModelError(
-                    f"weights of {node.name}: {error}", help="check the checkpoint"
-                ) from error
 
 
 def _summary_lines(

@@ -3,7 +3,6 @@ when they are read. Observes the batches of a rank, and combines what all ranks 
 """
 
 import json
-import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
@@ -26,10 +25,10 @@ from quantizer.storage.files import damaged
 _AGAIN = "run without <--resume>"
 _T = TypeVar("_T")
 
-_EXCHANGE_S = 15.0
-"""Seconds between exchanges. A stopped run loses what it has observed since the last one."""
-_MAX_EXCHANGE_BATCHES = 64
-"""Most batches of a rank between two exchanges."""
+_BATCHES_APART = 8
+"""Batches of a rank between two exchanges. A stopped run loses what it has observed since the
+last one.
+"""
 
 
 def checked_statistics(tensors: Mapping[str, Tensor], path: Path | str) -> Mapping[str, Tensor]:
@@ -166,9 +165,7 @@ def observe_share(
     """
     shard = _Shard(calibration)
     first = calibration.batches
-    began = time.monotonic()
-    batch_s = 0.0
-    # The first exchange shows how long a batch takes
+    # Ranks that do not fit each other are found at the first exchange
     batches_per_rank = 1
     since = 0
     for number, batch in enumerate(batches):
@@ -178,11 +175,7 @@ def observe_share(
         since += 1
         if since == batches_per_rank * ranks.world_size:
             shard.exchange(ranks, since)
-            if not batch_s:
-                seconds = ranks.gather(time.monotonic() - began, "the time of a batch")
-                batch_s = max(seconds) or 1e-3
-            batches_per_rank = max(1, int(_EXCHANGE_S / batch_s))
-            batches_per_rank = min(_MAX_EXCHANGE_BATCHES, batches_per_rank)
+            batches_per_rank = _BATCHES_APART
             since = 0
     shard.exchange(ranks, since)
 

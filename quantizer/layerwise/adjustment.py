@@ -113,15 +113,11 @@ class Adjustment:
         return replace(self, remarks=(*self.remarks, *remarks))
 
 
-def apply_adjustment(graph: Graph, adjustment: Adjustment, *, rounded: bool = False) -> Graph:
-    """Return the graph with the adjustment. It computes the same function, unless `rounded`
-    weights are asked for.
+def apply_adjustment(graph: Graph, adjustment: Adjustment) -> Graph:
+    """Return the graph with the adjustment, without rounded weights. It computes the same
+    function.
     """
-    weights = dict(adjustment.parameters)
-    if rounded:
-        for layer, of_layer in adjustment.rounded.items():
-            weights[layer] = {**weights.get(layer, {}), "weight": of_layer.weight}
-    return with_weights(with_insertions(graph, adjustment.insertions), weights)
+    return with_weights(with_insertions(graph, adjustment.insertions), adjustment.parameters)
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from quantizer.config.wording import first_names
-from quantizer.distributed import ALONE, Ranks
+from quantizer.distributed import Ranks
 from quantizer.errors import DataError
 from quantizer.graph.structure.definitions import InputGroup
 from quantizer.layerwise.adjustment import Task
@@ -248,7 +248,7 @@ class GroupSums:
                 texts += unrouted(gram.by_group)
         return texts
 
-    def channel_size(self, channels: int, *, by_expert: bool = False) -> Tensor:
+    def channel_size(self, channels: int, *, by_expert: bool) -> Tensor:
         """Return the root mean square of each channel of the value, or of each channel in the
         tokens of each expert. It is 0 for an expert without any.
         """
@@ -283,7 +283,7 @@ class GroupSums:
 
 
 def observe_all(
-    network: Network, batches: Iterable[Batch], watch: Watchers, ranks: Ranks = ALONE
+    network: Network, batches: Iterable[Batch], watch: Watchers, ranks: Ranks
 ) -> None:
     """Run the network over a rank's share of the batches, one by one, and show its values.
 

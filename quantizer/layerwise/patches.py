@@ -146,7 +146,8 @@ def _windows(layer: nn.Module, x: Tensor) -> Tensor:
         x = _spread_out(conv, x)
         strides = [1] * dims
     else:
-        x = F.pad(x, _padding(conv))
+        # Torch's layers have their zeros for `F.pad`, also those of "same" and "valid"
+        x = F.pad(x, conv._reversed_padding_repeated_twice)
         strides = conv.stride
     for dim in range(dims):
         dilation = conv.dilation[dim]
@@ -157,23 +158,6 @@ def _windows(layer: nn.Module, x: Tensor) -> Tensor:
 
 def _kernel_dims(layer: nn.Module) -> int:
     return layer.get_parameter("weight").dim() - 2
-
-
-def _padding(conv: Any) -> list[int]:
-    """Return the zeros on both sides of each dimension, last dimension first, as `F.pad` takes
-    them.
-    """
-    dims = len(conv.kernel_size)
-    if conv.padding == "valid":
-        return [0, 0] * dims
-    sides: list[int] = []
-    for dim in reversed(range(dims)):
-        if conv.padding == "same":
-            total = conv.dilation[dim] * (conv.kernel_size[dim] - 1)
-            sides += [total // 2, total - total // 2]
-        else:
-            sides += [conv.padding[dim], conv.padding[dim]]
-    return sides
 
 
 def _spread_out(conv: Any, x: Tensor) -> Tensor:

@@ -48,7 +48,7 @@ class Candidate:
 
     layers: tuple[str, ...]
     specs: tuple[QuantizationSpec, ...]
-    implied: bool = False
+    implied: bool
 
     def with_width(self, spec: QuantizationSpec, width: Width) -> QuantizationSpec:
         """Return one of the specs with other bits, or as a format without a scale.
@@ -102,7 +102,7 @@ def layer_errors(
     widths: Sequence[Width],
     batches: Iterable[Batch],
     *,
-    after_layer: AfterLayer = lambda: None,
+    after_layer: AfterLayer,
 ) -> list[tuple[float, ...]]:
     """Return tr(d H d^T) of each candidate and width, where d is what rounding changes and H
     the Gram matrix of its inputs.
@@ -150,8 +150,8 @@ def output_noise(
     widths: Sequence[Width],
     batches: Iterable[Batch],
     *,
-    after_layer: AfterLayer = lambda: None,
-    outputs_of: OutputsOf = Execution.float_outputs,
+    after_layer: AfterLayer,
+    outputs_of: OutputsOf,
 ) -> tuple[list[tuple[float, ...]], float]:
     """Return the energy of the change of the network's outputs when one candidate alone is
     rounded, for each candidate and width, and the energy of the outputs.
@@ -197,7 +197,7 @@ def noise_of(
     network: Network,
     weights: Mapping[str, Tensor],
     batches: Iterable[Batch],
-    outputs_of: OutputsOf = Execution.float_outputs,
+    outputs_of: OutputsOf,
 ) -> float:
     """Return the energy of the change of the network's outputs when all these weights are
     replaced at once.
@@ -245,9 +245,8 @@ def predicted_noise(
     widths: Sequence[Width],
     batches: Iterable[Batch],
     *,
-    after_projection: AfterLayer = lambda: None,
-    seed: int = 0,
-    outputs_of: OutputsOf = Execution.float_outputs,
+    after_projection: AfterLayer,
+    outputs_of: OutputsOf,
 ) -> tuple[list[tuple[float, ...]], float]:
     """Return the energy that each candidate alone, rounded to each width, adds to the network's
     output, and the energy of the output.
@@ -262,7 +261,7 @@ def predicted_noise(
         DataError: there is no batch, no gradient reaches the weights, or an output or a
             gradient is not finite.
     """
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(0)
     products = torch.zeros(len(candidates), len(widths), dtype=torch.float64)
     noise = torch.zeros_like(products)
     signal = 0.0

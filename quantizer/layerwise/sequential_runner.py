@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
-from functools import partial
+from contextlib import AbstractContextManager
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -20,7 +19,7 @@ from torch.utils import _pytree as pytree
 
 from quantizer.distributed import ALONE, Ranks
 from quantizer.errors import DataError
-from quantizer.graph.ir import Node
+from quantizer.graph.ir import Graph, Node
 from quantizer.nn.network import (
     NO_WATCHERS,
     Execution,
@@ -30,22 +29,21 @@ from quantizer.nn.network import (
     layer_arguments,
 )
 from quantizer.sources.batches import Batch, prefix_batch_errors, prefix_errors
-from quantizer.sources.tensor_kinds import count_not_finite
 from quantizer.storage import process_memory
 from quantizer.storage.deferred_tensor import CPU, DeferredTensor, Spool, keep_loaded, loaded
 from quantizer.storage.process_memory import TRIM_AFTER_GROWTH, trim_heap
 
+_IDS = 1024
+_IDS_OF_A_DEVICE = 8192
+"""Up to this many token ids run as one batch: on the CPU, and elsewhere."""
 _NumberedInputs = tuple[int, list[Any]]
 """The number of a batch, and what it gives the network."""
 
 
 class _Run(NamedTuple):
-    """Holds batches that run as one, and how far they are.
+    """Holds batches that run as one, by their numbers, and how far they are."""
 
-    The inputs of several batches are small, and are kept. Those of a single one are not.
-    """
-
-    parts: list[_NumberedInputs]
+    numbers: list[int]
     execution: Execution
 
 
@@ -97,10 +95,7 @@ class SequentialRunner:
         numbered = self._inputs(first)
         runs: Iterable[list[_NumberedInputs]] = ([row] for row in numbered)
         if together:
-            # Few algorithms ask for it
-            from quantizer.layerwise.joined_batches import joinable
-
-            runs = joinable(network.graph, numbered)
+            runs = _joined(network.graph, numbered)
         self._runs = [self._start(parts) for parts in runs]
         if not self.batches:
             raise no_batches()
@@ -123,12 +118,10 @@ class SequentialRunner:
         """Return the run of batches that run as one, before its first node."""
         all_inputs = [inputs for _, inputs in parts]
         joined = all_inputs[0]
-        if len(parts) == 1:
-            parts = [(parts[0][0], [])]
-        else:
+        if len(parts) > 1:
             joined = [torch.cat(values) for values in zip(*all_inputs, strict=True)]
         kept = [self._store.keep(value) for value in joined]
-        return _Run(parts, Execution(self.network, kept))
+        return _Run([number for number, _ in parts], Execution(self.network, kept))
 
     def read_more(self, count: int, upto: Node) -> bool:
         """Read up to `count` more batches, and run them up to the node before `upto`, with the
@@ -155,7 +148,7 @@ class SequentialRunner:
         """
         other = copy.copy(self)
         other._store = ActivationStore(self._store.budget)
-        other._runs = [_Run(run.parts, run.execution.branch()) for run in self._runs]
+        other._runs = [_Run(run.numbers, run.execution.branch()) for run in self._runs]
         return other
 
     def advance(self, upto: str | None = None, watch: Watchers = NO_WATCHERS) -> None:
@@ -179,7 +172,7 @@ class SequentialRunner:
         execution = run.execution
         before = dict(execution.values)
         position = execution.position
-        with self._naming(run, stop, watch), torch.no_grad():
+        with _naming(run), torch.no_grad():
             for name in watch:
                 if index[name] < position:
                     watch[name](execution.values[name])
@@ -204,7 +197,7 @@ class SequentialRunner:
         stop = self.network.graph.index[node.name] + 1
         with self._held_weights(stop):
             for run in self._runs[start:]:
-                with self._naming(run, stop):
+                with _naming(run):
                     value = self.network.run_node(node, run.execution.values)
                 yield value
 
@@ -256,42 +249,59 @@ class SequentialRunner:
             return keep_loaded([])
         return keep_loaded(weights)
 
-    @contextmanager
-    def _naming(self, run: _Run, stop: int, watch: Watchers = NO_WATCHERS) -> Iterator[None]:
-        """Begin a DataError from within with the batch. If several run as one, run each again
-        to find the first that has the error alone.
-        """
-        try:
-            yield
-        except DataError as error:
-            numbers = [number for number, _ in run.parts]
-            place = f"batch {numbers[0]}"
-            if numbers[0] != numbers[-1]:
-                place = f"batches {numbers[0]} to {numbers[-1]}"
-            if len(numbers) > 1:
-                refusing = dict.fromkeys(watch, partial(_refuse, error))
-                for number, inputs in run.parts:
-                    with prefix_batch_errors(number):
-                        Execution(self.network, inputs).advance(stop, refusing)
-            with prefix_errors(f"{place}: "):
-                raise
-
     def _free(self, before: dict[str, Any], execution: Execution) -> None:
         for name, value in before.items():
             if execution.values.get(name) is not value:
                 self._store.free(value)
 
 
+def _naming(run: _Run) -> AbstractContextManager[None]:
+    """Begin a DataError from within with the batch, or with those that run as one."""
+    first = run.numbers[0]
+    last = run.numbers[-1]
+    place = f"batch {first}" if first == last else f"batches {first} to {last}"
+    return prefix_errors(f"{place}: ")
+
+
+def _joined(
+    graph: Graph, batches: Iterable[_NumberedInputs]
+) -> Iterator[list[_NumberedInputs]]:
+    """Yield consecutive batches of token ids of one length, of few ids together. Other batches
+    are yielded one by one.
+    """
+    if not _reads_ids(graph):
+        for row in batches:
+            yield [row]
+        return
+    most = _IDS if graph.device == CPU else _IDS_OF_A_DEVICE
+    parts: list[_NumberedInputs] = []
+    room = 0
+    lengths: list[Any] = []
+    for number, inputs in batches:
+        size = max(value.numel() for value in inputs)
+        new_lengths = [value.shape[1:] for value in inputs]
+        if parts and (size > room or new_lengths != lengths):
+            yield parts
+            parts = []
+        if not parts:
+            room = most
+            lengths = new_lengths
+        room -= size
+        parts.append((number, inputs))
+    if parts:
+        yield parts
+
+
+def _reads_ids(graph: Graph) -> bool:
+    """Check whether all inputs are integers whose first axis is the batch, of any size."""
+    nodes = [node for node in graph.nodes if node.op == "input"]
+    return all(node.shape and node.shape[0] is None and not node.is_float for node in nodes)
+
+
 def no_batches(purpose: str = "calibration") -> DataError:
     """Return the error about data for this purpose without any batch."""
     text = f"the {purpose} data has no batches"
     return DataError(text, help="check <--data> and <--subset_len>")
-
-
-def _refuse(error: DataError, value: Tensor) -> None:
-    """Raise the error that several batches had together, if this value is not finite."""
-    if count_not_finite(value):
-        raise error
 
 
 _BYTES_IF_UNKNOWN = 2 << 30

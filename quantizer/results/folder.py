@@ -1,7 +1,6 @@
 """Read a result folder: the files that calibration and tests write, opened and checked."""
 
 import json
-import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -21,6 +20,7 @@ from quantizer.plugins import plugin_steps
 from quantizer.results.result_tensors import solution_of
 from quantizer.results.validation import check_content, checked_json
 from quantizer.storage.files import read_json, read_tensors
+from quantizer.storage.folder_list import is_digest
 from quantizer.storage.opened_files import (
     FileSetKind,
     OpenedFiles,
@@ -310,7 +310,7 @@ def _read_digests(index: OpenFile) -> dict[str, str]:
     if not isinstance(digests, dict) or INFO_FILE not in digests:
         raise _calibrate_again(f"{index.path} is damaged: it is not a list of files")
     for digest in digests.values():
-        if not isinstance(digest, str) or not re.fullmatch("[0-9a-f]{64}", digest):
+        if not is_digest(digest):
             raise _calibrate_again(f"{index.path} is damaged: a file has no sha256")
     return digests
 

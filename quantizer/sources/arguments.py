@@ -63,8 +63,6 @@ class Arguments:
             near = closest_word(name, self.names)
             if near is not None:
                 remedy = f"did you mean {near}? {remedy}"
-            elif len(names) == self.needed == 1:
-                remedy += f": name the tensor {taken}, or give it without a dict"
             raise BatchError(
                 f"has the key {name!r}, which the model does not take", help=remedy
             )
@@ -115,7 +113,8 @@ class Arguments:
         taken = ", ".join(self.names)
         raise BatchError(
             f"has {elements}, but the model takes {wanted} (and one target may follow)",
-            help=f"forward() of the model takes {taken}; a dict leaves no doubt",
+            help=f"forward() of the model takes {taken}; a dict leaves no doubt, and samples "
+            "are stacked to one tensor",
         )
 
     def _is_target(self, item: Sequence[Any]) -> bool:

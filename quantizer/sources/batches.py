@@ -303,7 +303,6 @@ def _from_mapping(
 
 def _from_sequence(item: tuple[Any, ...] | list[Any], arguments: Arguments) -> Batch:
     """Return the batch of positional inputs, or of a dict and a target."""
-    _require_one_batch(item, arguments)
     if not arguments.has_target(item):
         return Batch(tuple(item), {}, None, item)
     *args, target = item
@@ -316,25 +315,6 @@ def _from_sequence(item: tuple[Any, ...] | list[Any], arguments: Arguments) -> B
     if arguments.needed == 1 and len(args) == 1 and isinstance(args[0], Mapping):
         return _from_mapping(args[0], target, item, arguments)
     return Batch(tuple(args), {}, _tensor_or_none(target), item)
-
-
-def _require_one_batch(item: tuple[Any, ...] | list[Any], arguments: Arguments) -> None:
-    """Raise `BatchError` for a list of samples that should be one tensor."""
-    if not isinstance(item, list) or len(item) <= arguments.most + 1:
-        return
-    shapes = set()
-    for part in item:
-        if not isinstance(part, Tensor) or unsupported_reason(part) is not None:
-            return
-        shapes.add(tuple(part.shape))
-    if len(shapes) != 1:
-        return
-    (shape,) = shapes
-    way = "torch.cat(samples)" if shape[:1] == (1,) else "torch.stack(samples)"
-    raise BatchError(
-        f"is a list of {len(item)} tensors of the shape {list(shape)}, which are samples",
-        help=f"a batch is one tensor: {way}",
-    )
 
 
 def _tensor_or_none(target: Any) -> Tensor | None:

@@ -87,21 +87,12 @@ def parse_value(
     """
     try:
         value = json.loads(text)
-        # A half of a surrogate pair can only come from an escape
+        # A half of a character can only come from an escape, and cannot be written again
         if "\\ud" in text.lower():
             json.dumps(value, ensure_ascii=False).encode()
-    except UnicodeEncodeError as cause:
-        half = ascii(cause.object[cause.start])
-        raise error(
-            f"{path}:{first_line} has {half}, which is half of a character", help=remedy
-        ) from cause
     except json.JSONDecodeError as cause:
         place = f"{path}:{first_line - 1 + cause.lineno}:{cause.colno}"
-        reason = cause.msg
-        if text.startswith("\ufeff"):
-            reason = "it begins with a byte order mark"
-            remedy = "save it as UTF-8 without one"
-        raise error(f"{place} is not JSON: {reason}", help=remedy) from cause
+        raise error(f"{place} is not JSON: {cause.msg}", help=remedy) from cause
     except (ValueError, RecursionError) as cause:
         raise error(f"{path}:{first_line} is not JSON: {cause}", help=remedy) from cause
     return value

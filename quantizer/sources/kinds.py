@@ -6,7 +6,7 @@ import glob
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -47,14 +47,14 @@ class NamedData:
     """
 
     spec: str
-    paths: Sequence[Path] = ()
-    module: nn.Module | None = None
-    batch_size: int | None = None
-    samples: int | None = None
-    seed: int = 0
-    options: Mapping[str, Any] = field(default_factory=dict)
-    defaults: Mapping[str, Any] = field(default_factory=dict)
-    example: Callable[[], Batch | None] | None = None
+    paths: Sequence[Path]
+    module: nn.Module | None
+    batch_size: int | None
+    samples: int | None
+    seed: int
+    options: Mapping[str, Any]
+    defaults: Mapping[str, Any]
+    example: Callable[[], Batch | None] | None
 
 
 def data_kinds() -> dict[str, DataKind]:

@@ -70,7 +70,7 @@ class Evaluate:
     """
 
     function: Measure
-    directions: Directions = BY_NAME
+    directions: Directions
 
     def __call__(self, model: Callable[..., Any], data: Iterable[Any]) -> dict[str, float]:
         """Return the metrics of a model on the data."""

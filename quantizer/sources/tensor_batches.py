@@ -13,7 +13,7 @@ from torch import Tensor
 
 from quantizer.config.wording import a_kind, first_names
 from quantizer.errors import DataError
-from quantizer.sources.arguments import UNKNOWN_ARGUMENTS, Arguments, arguments_of
+from quantizer.sources.arguments import Arguments, arguments_of
 from quantizer.sources.batches import Batch, prefix_errors
 from quantizer.sources.data import DEFAULT_BATCH_SIZE, Batches
 from quantizer.sources.kinds import NamedData
@@ -53,10 +53,7 @@ def open_tensors(data: NamedData) -> Batches:
 
 
 def tensor_batches(
-    paths: Sequence[Path],
-    size: int,
-    arguments: Arguments = UNKNOWN_ARGUMENTS,
-    max_unpacked: int | None = None,
+    paths: Sequence[Path], size: int, arguments: Arguments, max_unpacked: int | None
 ) -> Iterator[Batch]:
     """Yield batches of `size` samples. The last one may be smaller.
 

@@ -75,14 +75,14 @@ class _UnreadableError(Exception):
     """
 
 
-def read_file(path: Path, error: type[QuantizerError], max_unpacked: int | None = None) -> Any:
+def read_file(path: Path, error: type[QuantizerError], max_unpacked: int | None) -> Any:
     """Return the content of a tensor file: a dict of tensors, for `.npy` a tensor, for `.pt`
     and `.pth` the saved object.
 
     Args:
         path: the file.
         error: the class of errors to raise.
-        max_unpacked: the bytes that it may unpack to, if it is smaller itself. By default
+        max_unpacked: the bytes that it may unpack to, if it is smaller itself. None for
             `DEFAULT_MAX_UNPACKED`.
 
     Raises:
@@ -200,10 +200,8 @@ def _torch_failure(message: str) -> _UnreadableError:
             "it is a TorchScript archive, which is a program",
             "save the state_dict of the Python model",
         )
-    if "pickle" in message.lower() or "Weights only load failed" in message:
-        text = "it is not a file that torch.save wrote, or it is damaged"
-        return _UnreadableError(text, _AGAIN)
-    return _UnreadableError("it is truncated or damaged", _AGAIN)
+    text = "it is not a file that torch.save wrote, or it is damaged"
+    return _UnreadableError(text, _AGAIN)
 
 
 def _read_npy(path: Path) -> Tensor:

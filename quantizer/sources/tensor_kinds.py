@@ -2,7 +2,7 @@
 be dense, of a standard dtype, have values, and be finite.
 """
 
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor, nn
@@ -118,21 +118,15 @@ def count_not_finite(
     return tensor.numel() - int(sound.sum())
 
 
-def check_finite(module: nn.Module, skipped: Container[str] = ()) -> None:
+def check_finite(module: nn.Module) -> None:
     """Check that parameters are finite and that buffers have no NaN. Infinity is allowed in
     buffers: masks have it.
-
-    Args:
-        module: the model.
-        skipped: names of parameters that are checked elsewhere.
 
     Raises:
         ModelError: naming the first that is not, or that torch cannot compute with.
     """
     check_kinds(module)
     for name, tensor in _named_tensors(module):
-        if name in skipped:
-            continue
         if isinstance(tensor, nn.Parameter):
             fault = "NaN or Inf"
             count = count_not_finite(tensor.detach())

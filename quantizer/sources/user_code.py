@@ -363,7 +363,7 @@ def _forget_namesakes(folder: Path) -> None:
 def ends_in_user_code(cause: BaseException) -> bool:
     """Return whether an exception was raised by a line of the user's code."""
     frames = traceback.extract_tb(cause.__traceback__)
-    return bool(frames) and not frames[-1].filename.startswith(_FOREIGN_PREFIXES)
+    return bool(frames) and is_file_of_user(frames[-1].filename)
 
 
 def is_file_of_user(name: str) -> bool:

@@ -145,7 +145,7 @@ class RepeatedPasses:
         calibrated: the fingerprint of the calibration data; None if none were needed.
         has_same_source: whether they are read from where the calibration data come from. They
             need not be cut into the same batches.
-        digests: of the batches up to each one.
+        digests: of the batches up to each one, in the longest pass so far.
         is_complete: whether a pass has come to its end.
         has_calibrated: whether the batches begin with those of the calibration.
     """
@@ -171,10 +171,10 @@ class RepeatedPasses:
                 self.has_calibrated = prefix.to_json() == self.calibrated
         number = seen.batches
         seen.update(batch)
-        digest = seen.digest
         if number >= len(self.digests) and not self.is_complete:
-            self.digests.append(digest)
-        elif self.digests[number : number + 1] != [digest]:
+            # From here on, it grows with this pass
+            self.digests = seen.digests
+        elif self.digests[number : number + 1] != [seen.digest]:
             raise DataError(
                 f"batch {number} of {self.label} is another one when the data are read again, "
                 "and the networks are compared on the same batches",

@@ -257,19 +257,15 @@ def move_to_disk(tensor: Tensor) -> Tensor:
     """
     if isinstance(tensor, DeferredTensor) or not tensor.numel():
         return tensor
-    if tensor.is_cuda and _is_half_of_gpu_free(tensor):
-        return tensor
+    if tensor.is_cuda:
+        free, total = torch.cuda.mem_get_info(tensor.device)
+        if 2 * free > total:
+            return tensor
     if tensor.is_meta:
         return DeferredTensor(
             tensor.shape, tensor.dtype, lambda: tensor, tensor.device, stride=tensor.stride()
         )
     return _spool.put(tensor).on_device(tensor.device)
-
-
-def _is_half_of_gpu_free(tensor: Tensor) -> bool:
-    """Return whether at least half of the memory of a tensor's GPU is free."""
-    free, total = torch.cuda.mem_get_info(tensor.device)
-    return 2 * free > total
 
 
 _MAX_FILE_BYTES = 1 << 28
@@ -306,7 +302,7 @@ class Spool:
         order = sorted(axes, key=stride.__getitem__, reverse=True)
         inverse = [order.index(axis) for axis in axes]
         try:
-            stored = self._file.put(tensor.permute(order))
+            read = self._file.put(tensor.permute(order))
         except OSError as error:
             raise DataError(
                 f"cannot write values of the network to {tempfile.gettempdir()}: "
@@ -319,7 +315,7 @@ class Spool:
             self._bytes_since_trim = 0
             trim_heap(kept_after_moves())
         return DeferredTensor(
-            tensor.shape, tensor.dtype, lambda: stored.load().permute(inverse), stride=stride
+            tensor.shape, tensor.dtype, lambda: read().permute(inverse), stride=stride
         )
 
 
@@ -336,8 +332,8 @@ class _SpoolFile:
         weakref.finalize(self, file.close)
         return file.fileno()
 
-    def put(self, tensor: Tensor) -> DeferredTensor:
-        """Append the values of a contiguous tensor, and return it deferred."""
+    def put(self, tensor: Tensor) -> Callable[[], Tensor]:
+        """Append the values of a contiguous tensor, and return a function that reads them."""
         start = self.end
         shape = tensor.shape
         dtype = tensor.dtype
@@ -346,9 +342,7 @@ class _SpoolFile:
             count = write_at(self.descriptor, content, self.end)
             content = content[count:]
             self.end += count
-        return DeferredTensor(
-            shape, dtype, lambda: read_tensor(self.descriptor, start, shape, dtype)
-        )
+        return lambda: read_tensor(self.descriptor, start, shape, dtype)
 
 
 def read_tensor(file: int, start: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:

@@ -171,7 +171,10 @@ class OwnedFolder:
             self.require_ours(name)
             if not is_name(name):
                 raise UsageError(f"{target} cannot be written: quantizer has no such names")
-            self._allow(name, digest)
+            # Listed before it is replaced, with the new sha256 and the present one
+            allowed = self._allowed(name, digest)
+            if self.list.files.get(name) != allowed:
+                self._write_list(replace(self.list, files={**self.list.files, name: allowed}))
             target.parent.mkdir(exist_ok=True)
             os.replace(path, target)
         finally:
@@ -333,12 +336,6 @@ class OwnedFolder:
             if (self.path / name).is_file():
                 files[name] = (self._digest(name),)
         self.list = replace(self.list, files=files)
-
-    def _allow(self, name: str, digest: str) -> None:
-        """List a file before it is replaced, with the new sha256 and the present one."""
-        allowed = self._allowed(name, digest)
-        if self.list.files.get(name) != allowed:
-            self._write_list(replace(self.list, files={**self.list.files, name: allowed}))
 
     def _allowed(self, name: str, digest: str) -> tuple[str, ...]:
         """Return what the list says of a file that is about to be replaced."""

@@ -133,7 +133,7 @@ def require_file_or_folder(path: str | os.PathLike[str]) -> None:
     """
     mode = os.stat(path).st_mode
     if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
-        raise OSError(errno.EINVAL, f"it is {_kind(mode)}, not a file", str(path))
+        raise OSError(errno.EINVAL, "it is a pipe or a device, not a file", str(path))
 
 
 def read_start(path: str | os.PathLike[str], most: int) -> bytes:
@@ -179,17 +179,6 @@ def _read_pipe(descriptor: int, most: int) -> bytes:
         content += part
         deadline = time.monotonic() + PIPE_TIMEOUT_S
     return content
-
-
-def _kind(mode: int) -> str:
-    """Return what a file of this mode is, as messages call it."""
-    kinds = {
-        stat.S_ISFIFO: "a pipe",
-        stat.S_ISSOCK: "a socket",
-        stat.S_ISCHR: "a device",
-        stat.S_ISBLK: "a device",
-    }
-    return next((name for is_kind, name in kinds.items() if is_kind(mode)), "something else")
 
 
 def write_synced(path: Path, parts: Iterable[bytes], old: Path | None = None) -> str:

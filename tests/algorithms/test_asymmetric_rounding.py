@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from support.rescaling import with_rounded_weights
 from support.roundings import (
     CHANNELS,
     autoregressive,
@@ -37,7 +38,7 @@ from quantizer.algorithms.gptq.target import (
     QronosTarget,
 )
 from quantizer.config.model import QuantizationSpec
-from quantizer.layerwise.adjustment import Adjustment, Run, Task, apply_adjustment
+from quantizer.layerwise.adjustment import Adjustment, Run, Task
 from quantizer.layerwise.gram import Drift, Gram
 from quantizer.layerwise.round_to_nearest import nearest, nearest_qparams
 from quantizer.nn.network import Network
@@ -65,9 +66,7 @@ def output_error(task: Task, found: Adjustment) -> float:
     x = 3 * decaying(2048, 96, seed=2)
     expected: Tensor = Network(task.graph)(x)
     return float(
-        (Network(apply_adjustment(task.graph, found, rounded=True))(x) - expected)
-        .square()
-        .sum()
+        (Network(with_rounded_weights(task.graph, found))(x) - expected).square().sum()
     )
 
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 from support.character_model import HELD_OUT, TRAINED_ON, sequences, trained
 from support.extended import extended_except
+from support.rescaling import with_rounded_weights
 from support.roundings import CHANNELS, layer_names, task_of, to_nearest, weight_of
 from torch.nn import functional as F
 
@@ -18,7 +19,7 @@ from quantizer.calibration.run_algorithms import load_run
 from quantizer.config.algorithms import ALGORITHMS
 from quantizer.graph.edits import with_weights
 from quantizer.graph.ir import Graph
-from quantizer.layerwise.adjustment import Adjustment, apply_adjustment
+from quantizer.layerwise.adjustment import Adjustment
 from quantizer.nn.network import Network
 
 # Frantar et al. 2022 (arXiv 2210.17323) close 64 % of the gap for OPT-125M at 4 bits, and the
@@ -74,5 +75,5 @@ def test_most_of_the_gap_is_closed(bits: int) -> None:
         found = Adjustment()
         for name in names:
             found = load_run(name)(task, ALGORITHMS[name](), found)
-        left = perplexity(apply_adjustment(task.graph, found, rounded=True), SCORED)
+        left = perplexity(with_rounded_weights(task.graph, found), SCORED)
         assert (plain - left) / (plain - float_) >= CLOSED[bits]

@@ -246,7 +246,7 @@ def test_weights_in_files_are_rounded_as_those_in_memory(
         DeferredTensor, "prefetch", lambda tensor: ahead.append(tensor) or prefetch(tensor)
     )
     monkeypatch.setattr("quantizer.storage.safetensors_file.read_tensor", counted)
-    monkeypatch.setattr("quantizer.layerwise.joined_batches._IDS_OF_A_DEVICE", 1)
+    monkeypatch.setattr("quantizer.layerwise.sequential_runner._IDS_OF_A_DEVICE", 1)
     (tmp_path / "config.json").write_text(json.dumps(HIERARCHICAL["gptq"]))
     made = tmp_path / "net.py"
     made.write_text(

@@ -133,7 +133,7 @@ def state(model: Net) -> Any:
 
 
 RANDOM = {
-    AlwaysDropping: "first at AlwaysDropping::AlwaysDropping/dropout; the quantized network leaves",
+    AlwaysDropping: "first at AlwaysDropping::AlwaysDropping/dropout; comparisons with the float",
     Training: "first at Training::Training/Dropout[drop]/dropout",
     Noisy: "first at Noisy::Noisy/rand_like",
     Shifted: "first at Shifted::Shifted/randint; comparisons with the float model include",

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from quantizer.calibration.algorithm_memory import IN_COLUMNS
 from quantizer.calibration.memory_prediction import (
+    IN_COLUMNS,
     BatchSizes,
     calibration_bytes,
     comparison_bytes,

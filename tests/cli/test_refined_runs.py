@@ -95,7 +95,7 @@ def test_a_first_batch_with_a_name_that_forward_does_not_have_is_the_datas_fault
     said = capsys.readouterr().err
     assert (
         "batch 0 of the data of the model's file has the key 'images'" in said
-        and "name the tensor input, or give it without a dict" in said
+        and "forward() of the model takes input" in said
     )
 
 

@@ -16,9 +16,8 @@ from torch import Tensor
 from quantizer.calibration.events import ForkedEvents, RunStage, Snapshot
 from quantizer.calibration.snapshots import snapshot_of, value_of
 from quantizer.errors import DataError, ResultError
-from quantizer.results import checkpoint_file
-from quantizer.results.checkpoint import Checkpoints
-from quantizer.results.checkpoint_file import Checkpoint
+from quantizer.results import checkpoint
+from quantizer.results.checkpoint import Checkpoint, Checkpoints
 from quantizer.storage.deferred_tensor import DeferredTensor, move_to_disk
 from quantizer.storage.opened_files import json_digest
 
@@ -71,9 +70,9 @@ def test_what_was_saved_comes_back_and_unused_files_go(tmp_path: Path) -> None:
 
 def test_a_tensor_is_written_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     written: list[set[str]] = []
-    original = checkpoint_file.write_tensors
+    original = checkpoint.write_tensors
     monkeypatch.setattr(
-        checkpoint_file,
+        checkpoint,
         "write_tensors",
         lambda path, tensors: written.append(set(tensors)) or original(path, tensors),
     )
@@ -124,7 +123,7 @@ def test_a_stop_at_any_write_leaves_a_whole_snapshot(
 
     with monkeypatch.context() as patched:
         for name in ("write_tensors", "write_json"):
-            patched.setattr(checkpoint_file, name, stopping(getattr(checkpoint_file, name)))
+            patched.setattr(checkpoint, name, stopping(getattr(checkpoint, name)))
         patched.setattr(Path, "unlink", stopping(Path.unlink))
         whole = first
         try:
@@ -152,7 +151,7 @@ def test_another_runs_files_never_mix_with_this_ones(
         fresh.restore()
     with monkeypatch.context() as patched, pytest.raises(KilledError):
         patched.setattr(
-            checkpoint_file, "write_json", lambda *_: (_ for _ in ()).throw(KilledError())
+            checkpoint, "write_json", lambda *_: (_ for _ in ()).throw(KilledError())
         )
         fresh.save(snapshots()[2])
     assert_equal(Checkpoint(tmp_path, "stage", KEY).restore(), snapshots()[1])

@@ -113,15 +113,14 @@ def test_a_dict_gives_keyword_arguments() -> None:
             OneInput(),
             "has the key 'image', which the model does not take | forward",
         ),
-        ({"image": X}, OneInput(), "takes x: name the tensor x, or give it without a dict"),
         ({"lefts": X, "right": X}, Named(), "'lefts', which the model does not take | did you"),
         ({"right": X}, Named(), "lacks the key 'left', which the model needs | forward() of"),
         (
             [X, X, X],
             OneInput(),
-            "is a list of 3 tensors of the shape [4, 3], which are samples | a",
+            "has 3 elements, but the model takes 1 input (and one target may follow) | f",
         ),
-        ([X[:1]] * 4, OneInput(), "a batch is one tensor: torch.cat(samples)"),
+        ([X[:1]] * 4, OneInput(), "no doubt, and samples are stacked to one tensor"),
     ],
 )
 def test_a_batch_that_does_not_fit_forward(item: Any, module: nn.Module, sentence: str) -> None:

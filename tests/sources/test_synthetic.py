@@ -205,8 +205,8 @@ def examples() -> Iterator[tuple[str, nn.Module, Batch | None, str]]:
     yield "synthetic:3", nn.Flatten(), None, "'synthetic:3' is not synthetic:NxCxHxW"
     yield "synthetic", nn.Conv2d(2, 3, 3), image, "Conv2d: it has no batch normalization with"
     yield "synthetic", Normalized(), image, "statistics of training"
-    yield "synthetic", NextToken(20), ids, "gives 20 values for each token, and its embeddings"
-    yield "synthetic", nn.Embedding(3, 4), ids, "gives 4 values for each token"
+    yield "synthetic", NextToken(20), ids, "has no output with a logit of each token"
+    yield "synthetic", nn.Embedding(3, 4), ids, "has no output with a logit of each token"
     yield "synthetic", nn.Flatten(), ids, "Flatten, which takes token ids: it has no output"
     two = Batch((image.args[0], ids.args[0]), {}, None, None)
     yield "synthetic", Mixed(), two, "Mixed, which takes integers and floating-point inputs"

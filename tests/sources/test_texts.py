@@ -312,7 +312,10 @@ def test_equal_first_tokens_of_a_chat_are_kept() -> None:
     [
         ("{", "rows.jsonl:3:2 is not JSON: Expecting property name"),
         ("[1]", "rows.jsonl:3 is a list"),
-        ('{"text": "\\ud83d"}', r"rows.jsonl:3 has '\ud83d', which is half of a character"),
+        (
+            '{"text": "\\ud83d"}',
+            "rows.jsonl:3 is not JSON: 'utf-8' codec can't encode character",
+        ),
         ('{"content": 1}', "rows.jsonl:3 has neither text nor messages, but content"),
         ("{}", "rows.jsonl:3 has neither text nor messages, but no value"),
         ('{"text": 1}', "text of rows.jsonl:3 is an int"),

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from quantizer.config.model import QuantizationSpec
+from quantizer.graph.edits import with_weights
 from quantizer.graph.ir import Graph
 from quantizer.graph.structure.find import find_structure
 from quantizer.layerwise.adjustment import Adjustment, Task, apply_adjustment
@@ -54,6 +55,12 @@ def task_of(
     )
 
 
+def with_rounded_weights(graph: Graph, found: Adjustment) -> Graph:
+    """The graph with all that algorithms have changed, rounded weights too."""
+    weights = {name: {"weight": layer.weight} for name, layer in found.rounded.items()}
+    return with_weights(apply_adjustment(graph, found), weights)
+
+
 def outputs(graph: Graph, inputs: Sequence[Any]) -> list[Tensor]:
     """Floating-point outputs of a float network."""
     network = Network(graph)
@@ -78,7 +85,8 @@ def quantized_error(
     """Squared error of the quantized network's outputs as a share of their energy; static
     ranges are of `inputs`.
     """
-    network = Network(apply_adjustment(task.graph, found, rounded=rounded))
+    changed = with_rounded_weights if rounded else apply_adjustment
+    network = Network(changed(task.graph, found))
     sources = {
         name: next(network.graph.by_name[name].refs())
         for name, role in task.specs

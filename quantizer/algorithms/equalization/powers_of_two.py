@@ -25,16 +25,19 @@ from quantizer.algorithms.equalization.input_levels import (
     decide_input_levels,
 )
 from quantizer.calibration.request import CalibrationRequest, CalibrationState, Decision
+from quantizer.comparison.extents import ends_along
 from quantizer.config.wording import first_names
+from quantizer.distributed import ALONE
 from quantizer.graph.edits import by_channel, channels_of, reads_one_by_one, rescale_weight
 from quantizer.graph.ir import Graph, Node
 from quantizer.layerwise.adjustment import Adjustment
 from quantizer.layerwise.fold import fold_factors, parameter
+from quantizer.layerwise.gram import observe_all
 from quantizer.nn.network import Network
 from quantizer.plan.floating import input_values
 from quantizer.plan.model import Plan
 from quantizer.plan.readers import input_readers
-from quantizer.sources.batches import Batch, prefix_batch_errors
+from quantizer.sources.batches import Batch
 from quantizer.storage.deferred_tensor import deferred_like, loaded
 from quantizer.storage.files import damaged
 
@@ -97,8 +100,8 @@ def _adjustment_of(graph: Graph, exponents: Exponents) -> Adjustment:
     groups = {row.group.source: row.group for row in input_readers(graph)}
     for source, levels in exponents.items():
         if source in names:
-            factors = torch.tensor(levels, dtype=torch.float32, device=graph.device)
-            adjustment = fold_factors(graph, groups[source], torch.exp2(-factors), adjustment)
+            inverse = 1 / _factors(levels).to(graph.device)
+            adjustment = fold_factors(graph, groups[source], inverse, adjustment)
     return adjustment
 
 
@@ -230,8 +233,6 @@ def decide_levels(plan: Plan, batches: Iterable[Batch]) -> dict[str, list[int]]:
         return {}
     graph = plan.graph
     ranges = _channel_ranges(graph, pairs, batches)
-    if not ranges:
-        return {}
     weights = {}
     for pair in pairs:
         weight = loaded(graph.weight(pair.second))
@@ -266,10 +267,8 @@ def _channel_ranges(
 
         def update(value: Tensor) -> None:
             """Keep the largest magnitude of each channel."""
-            axes = list(range(value.dim()))
-            del axes[value.dim() - 1 - spatial]
-            sizes = value.float().abs()
-            sizes = sizes.amax(axes).cpu()
+            low, high = ends_along(value, value.dim() - 1 - spatial)
+            sizes = torch.maximum(low.abs(), high.abs())
             before = ranges.get(second.name, sizes)
             ranges[second.name] = torch.maximum(before, sizes)
 
@@ -279,11 +278,7 @@ def _channel_ranges(
     for pair in pairs:
         source = pair.second.operands["input"]
         watchers[source] = watcher(pair.second)
-    network = Network(graph)
-    first_batches = islice(batches, _MAX_BATCHES)
-    for number, batch in enumerate(first_batches):
-        with prefix_batch_errors(number, batch), torch.no_grad():
-            network.observe(batch.args, batch.kwargs, watchers)
+    observe_all(Network(graph), islice(batches, _MAX_BATCHES), watchers, ALONE)
     return ranges
 
 
@@ -343,7 +338,6 @@ def level_adjustment(graph: Graph, exponents: Exponents) -> Adjustment:
         changes = changes.with_parameters(first.name, weight=scaled)
         if "bias" in first.params:
             bias = parameter(graph, changes, first.name, "bias")
-            bias = loaded(bias)
             bias = (bias * factors).to(bias.dtype)
             changes = changes.with_parameters(first.name, bias=bias)
         weight = parameter(graph, changes, second.name)

@@ -157,7 +157,7 @@ class FinetuningResult:
     layers: Mapping[str, RoundedWeight]
     before: OutputNoises
     after: OutputNoises
-    plain: int = 0
+    plain: int
 
     @property
     def undone(self) -> bool:

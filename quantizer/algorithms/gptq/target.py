@@ -55,7 +55,7 @@ class Member:
     is_fixed: bool
     weight: Tensor
     rtn: Tensor
-    shared_step: float | None = None
+    shared_step: float | None
 
     @staticmethod
     def of(

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from quantizer.algorithms.smoothquant.settings import SmoothQuantConfig
+from quantizer.comparison.extents import ends_along
 from quantizer.config.json_types import JsonObject
 from quantizer.config.model import CAST_ONLY, QuantizationSpec
 from quantizer.config.wording import counted, first_names
@@ -43,7 +44,7 @@ from quantizer.layerwise.round_to_nearest import nearest, nearest_qparams, sampl
 from quantizer.nn.network import Network
 from quantizer.nn.quantizer import TensorQuantizer
 from quantizer.numerics.codes import bits_of
-from quantizer.numerics.qparams import QParams, qparams_from_range
+from quantizer.numerics.qparams import qparams_from_range
 from quantizer.observers import NonFiniteError, code_range_of
 from quantizer.plan.fit.fitted_config import can_rescale, input_spec
 from quantizer.plan.fit.fitted_layers import behind_norms
@@ -225,8 +226,8 @@ def smoothing_loss(
 def _quantized_input(
     x: Tensor, spec: QuantizationSpec | None, ranges: ChannelRanges, factors: Tensor
 ) -> Tensor:
-    """Quantize rows of inputs [groups, samples, depth] with the scale that calibration would
-    find, or with that of each row.
+    """Quantize rows of inputs [groups, samples, depth] with the one scale that calibration
+    would find, or with that of each row.
     """
     if spec is None:
         return x
@@ -234,22 +235,12 @@ def _quantized_input(
         return TensorQuantizer(spec)(x)  # type: ignore[no-any-return]
     if spec.is_dynamic and spec.qscheme != "per_tensor":
         # The calibrated scale of a tensor in groups would be that of its largest value
-        spec = dataclasses.replace(spec, is_dynamic=True)
         by_row = dataclasses.replace(spec, qscheme="per_token", ch_axis=2)
         if spec.group_size:
             by_row = dataclasses.replace(spec, qscheme="per_group", ch_axis=2)
         return TensorQuantizer(by_row)(x)  # type: ignore[no-any-return]
     low = ranges.low / factors
     high = ranges.high / factors
-    if spec.qscheme == "per_channel":
-        qparams = qparams_from_range(low, high, code_range_of(spec))
-        groups, samples, depth = x.shape
-        scale = by_input(qparams.scale, groups, depth).flatten()
-        zero_point = by_input(qparams.zero_point, groups, depth).flatten()
-        rows = x.transpose(0, 1).flatten(1)
-        by_column = dataclasses.replace(spec, ch_axis=1)
-        quantized = nearest(rows, by_column, QParams(scale, zero_point))
-        return quantized.view(samples, groups, -1).transpose(0, 1)
     whole = dataclasses.replace(spec, qscheme="per_tensor", ch_axis=None, group_size=None)
     return nearest(x, whole, qparams_from_range(low.amin(), high.amax(), code_range_of(whole)))
 
@@ -294,11 +285,11 @@ class ChannelRanges:
         """
         if x.numel() == 0:
             return
-        low, high = _extremes(x, self._group.axis)
+        low, high = ends_along(x, self._group.axis)
         if not math.isfinite(low.sum()) or not math.isfinite(high.sum()):
             raise not_finite_input(self._group.layers[0], NonFiniteError(x))
-        self.low = torch.minimum(self.low, low.float())
-        self.high = torch.maximum(self.high, high.float())
+        self.low = torch.minimum(self.low, low.to(self.low.device))
+        self.high = torch.maximum(self.high, high.to(self.high.device))
         self.tokens += x.numel() // self._group.channels
         for sample in self._samples.values():
             sample.add(x)
@@ -310,16 +301,6 @@ class ChannelRanges:
         self.low = torch.stack(lows).amin(0)
         self.high = torch.stack(highs).amax(0)
         self.tokens = sum(tokens)
-
-
-def _extremes(x: Tensor, axis: int) -> tuple[Tensor, Tensor]:
-    """Return the least and the greatest value of each index of an axis."""
-    axis = axis % x.dim()
-    if axis == x.dim() - 1:
-        rows = x.reshape(-1, x.shape[-1])
-        return rows.amin(0), rows.amax(0)
-    others = [dim for dim in range(x.dim()) if dim != axis]
-    return x.amin(others), x.amax(others)
 
 
 class _SampledInputs:
@@ -379,30 +360,29 @@ def smooth_normalized_inputs(fitting: Fitting) -> None:
         key = "pre_quant_opt_config"
     names = first_names(fitting.names(layers), 2)
     fitting.change(
-        _with_smoothquant(fitting.document, key, is_for_checkpoints=fitting.is_hierarchical),
+        _with_smoothquant(fitting.document, key),
         f"smoothquant added to {key}: {counted(len(layers), 'linear layer')} behind a "
         f"normalization ({names}), where a few channels are far larger than the others and one "
         "static range leaves few codes for these",
     )
 
 
-def _with_smoothquant(
-    document: JsonObject, key: str, *, is_for_checkpoints: bool
-) -> JsonObject:
+def _with_smoothquant(document: JsonObject, key: str) -> JsonObject:
     """Return the document with SmoothQuant before the other algorithms of a key.
 
-    Checkpoints have no place for operators that it would insert.
+    The hierarchical form is for checkpoints, which have no place for operators that it would
+    insert.
     """
     changed = copy.deepcopy(document)
     entry: JsonObject = dict(_SMOOTHQUANT)
-    if is_for_checkpoints:
-        entry["online"] = False
     others = changed.get(key) or []
     if isinstance(others, dict):
         others = [others]
     changed[key] = [entry, *others]
-    if not others and key != "algorithms":
-        changed[key] = entry
+    if key == "pre_quant_opt_config":
+        entry["online"] = False
+        if not others:
+            changed[key] = entry
     return changed
 
 

@@ -97,10 +97,11 @@ def _weight_files(folder: Path) -> list[str]:
     """Return the names of the folder's safetensors files.
 
     Raises:
-        ModelError: an index is damaged, or there is a file that it does not name.
+        ModelError: a file is elsewhere, an index is damaged, or it does not name a file.
     """
     config = read_object(folder / CONFIG_FILE, ModelError)
     explicit = str(config.get("transformers_weights") or "")
+    require_inside(folder / CONFIG_FILE, explicit)
     if explicit.endswith(".index.json"):
         return indexed_files(folder / explicit)
     if explicit:

@@ -20,7 +20,6 @@ from quantizer.sources.hugging_face.deferred_checkpoint import (
     Dequantize,
     dequantizer_of,
     filled_model,
-    indexed_files,
     keep_unused_tensors,
     read_generation_settings,
     stored_dtype,
@@ -33,12 +32,12 @@ from quantizer.sources.json_files import (
     embedding_modules,
     load_pretrained,
     read_object,
-    require_inside,
     require_readable,
 )
 from quantizer.sources.models import LoadedModel, model_forms
 from quantizer.sources.module_state import prepare_for_traces
 from quantizer.sources.user_code import user_errors
+from quantizer.storage.deferred_tensor import DeferredTensor
 
 _logger = logging.getLogger(__name__)
 
@@ -117,17 +116,15 @@ def load_hugging_face(folder: Path, *, trust: bool = False) -> nn.Module:
     config = read_object(folder / CONFIG_FILE, ModelError)
     remedy = f"transformers.AutoModel.from_pretrained('{folder}') shows where it fails"
     with user_errors(f"transformers, loading {folder},", ModelError, remedy=remedy):
-        _require_own_files(folder, config)
         dequantize = dequantizer_of(folder, config)
         architecture = _class_name(config, folder, trust=trust)
-        _require_weights(folder, architecture)
+        stored = _stored_weights(folder, architecture)
         _logger.info("loading %s from %s", architecture, folder)
         if not trust:
             _check_config(folder / CONFIG_FILE, config)
             _require_known_type(folder, config)
         if dequantize is not None:
-            return _load_dequantized(folder, architecture, dequantize, trust=trust)
-        stored = stored_tensors(folder)
+            return _load_dequantized(folder, architecture, stored, dequantize, trust=trust)
         if not trust:
             settings = load_pretrained("AutoConfig", folder)
             is_float = getattr(settings, "quantization_config", None) is None
@@ -146,7 +143,12 @@ def load_hugging_face(folder: Path, *, trust: bool = False) -> nn.Module:
 
 
 def _load_dequantized(
-    folder: Path, architecture: str, dequantize: Dequantize, *, trust: bool
+    folder: Path,
+    architecture: str,
+    stored: Mapping[str, DeferredTensor],
+    dequantize: Dequantize,
+    *,
+    trust: bool,
 ) -> nn.Module:
     """Return the model of a quantized folder, with dequantized weights.
 
@@ -158,7 +160,6 @@ def _load_dequantized(
         for key in QUANTIZATION_KEYS:
             if getattr(part, key, None) is not None:
                 delattr(part, key)
-    stored = stored_tensors(folder)
     dtype = config.dtype or stored_dtype(stored)
     tensors, remark = dequantize(stored, dtype)
     _logger.warning("%s", remark)
@@ -215,21 +216,15 @@ def _require_fit(folder: Path, architecture: str, report: dict[str, Any]) -> Non
         )
 
 
-def _require_weights(folder: Path, architecture: str) -> None:
-    """Check that the folder has safetensors files, and that they are whole.
+def _stored_weights(folder: Path, architecture: str) -> dict[str, DeferredTensor]:
+    """Return the tensors of the folder's safetensors files by name.
 
     Raises:
-        ModelError: it has none, or one is damaged.
+        ModelError: it has none, or one is damaged or outside of the folder.
     """
-    if stored_tensors(folder):
-        return
-    shards = sorted(folder.glob("*.safetensors"))
-    if shards:
-        raise ModelError(
-            f"{folder} has {shards[0].name}, but no {CHECKPOINT_FILE}, and no "
-            f"{CHECKPOINT_INDEX}, which names the files of a model",
-            help="copy or download the whole model",
-        )
+    stored = stored_tensors(folder)
+    if stored:
+        return stored
     pickles = sorted(folder.glob("*.bin"))
     if pickles:
         raise ModelError(
@@ -238,7 +233,8 @@ def _require_weights(folder: Path, architecture: str) -> None:
             ".save_pretrained('converted') writes a folder with safetensors",
         )
     raise ModelError(
-        f"{folder} has no weights: there is no {CHECKPOINT_FILE}",
+        f"{folder} has no weights: there is no {CHECKPOINT_FILE}, and no {CHECKPOINT_INDEX} "
+        "that names its parts",
         help="copy or download the whole model",
     )
 
@@ -262,19 +258,6 @@ def _require_known_type(folder: Path, config: dict[str, Any]) -> None:
             f"{transformers.__version__} does not have",
             help=remedy,
         )
-
-
-def _require_own_files(folder: Path, config: dict[str, Any]) -> None:
-    """Check that the folder names no weights outside itself.
-
-    Raises:
-        ModelError: it does; the file is named.
-    """
-    explicit = str(config.get("transformers_weights") or "")
-    require_inside(folder / CONFIG_FILE, explicit)
-    for name in (CHECKPOINT_INDEX, explicit):
-        if name.endswith(".index.json") and (folder / name).exists():
-            indexed_files(folder / name)
 
 
 def _class_name(config: dict[str, Any], folder: Path, *, trust: bool) -> str:

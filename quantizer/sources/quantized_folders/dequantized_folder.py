@@ -15,7 +15,6 @@ from quantizer.sources.json_files import (
     CONFIG_FILE,
     FLOAT_FOLDER_HELP,
     GPTQ_FILE,
-    MODELOPT_FILE,
     QUANTIZATION_KEY,
     QUANTIZATION_KEYS,
     read_object,
@@ -63,10 +62,9 @@ def dequantizer_of(folder: Path, config: JsonMapping) -> Dequantize | None:
         for key in QUANTIZATION_KEYS:
             if not fields and isinstance(part, dict):
                 fields = part.get(key)
-    for name, read_settings in _SETTINGS_FILES.items():
-        if not fields and (folder / name).is_file():
-            file = folder / name
-            fields = read_settings(file)
+    if not fields and (folder / GPTQ_FILE).is_file():
+        file = folder / GPTQ_FILE
+        fields = _gptq_settings(file)
     if not fields:
         return None
     if not isinstance(fields, dict):
@@ -90,26 +88,6 @@ def _gptq_settings(file: Path) -> JsonMapping | None:
     if "bits" not in fields:
         return None
     return {"quant_method": "gptq"} | fields
-
-
-def _modelopt_settings(file: Path) -> JsonMapping | None:
-    """Return the settings in a file of ModelOpt, or None if weights are float.
-
-    Raises:
-        ModelError: it cannot be read.
-    """
-    quantization = read_object(file, ModelError).get("quantization")
-    if not isinstance(quantization, dict):
-        return {"quant_method": "modelopt"}
-    algorithm = quantization.get("quant_algo")
-    return {"quant_method": f"modelopt ({algorithm})"} if algorithm else None
-
-
-_SETTINGS_FILES: Mapping[str, Callable[[Path], JsonMapping | None]] = {
-    GPTQ_FILE: _gptq_settings,
-    MODELOPT_FILE: _modelopt_settings,
-}
-"""What reads the settings of a method in a file of its own."""
 
 
 def _dequantized(

@@ -248,20 +248,13 @@ def vocabulary_of(module: Any, call: Batch) -> int:
             output = module(*call.args, **call.kwargs)
     _, ids = next(call.tensors())
     logits = _logits_of(output)
-    if logits is None or logits.shape[:-1] != ids.shape:
-        raise _refusal(module, "has no output with a row of logits for each token")
-    vocabulary = logits.shape[-1]
-    sizes: list[int] = []
+    sizes: set[int] = set()
     for layer in module.modules():
         if isinstance(layer, nn.Embedding):
-            sizes.append(layer.num_embeddings)
-    if vocabulary not in sizes:
-        tokens = " and ".join(map(str, sorted(set(sizes)))) or "no"
-        raise _refusal(
-            module,
-            f"gives {vocabulary} values for each token, and its embeddings have {tokens} rows",
-        )
-    return vocabulary
+            sizes.add(layer.num_embeddings)
+    if logits is not None and logits.shape[:-1] == ids.shape and logits.shape[-1] in sizes:
+        return logits.shape[-1]
+    raise _refusal(module, "has no output with a logit of each token of its embeddings")
 
 
 def _is_of_transformers(module: Any) -> bool:

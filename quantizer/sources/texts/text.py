@@ -82,12 +82,12 @@ class TextData:
 
     paths: Sequence[Path]
     label: str
-    tokenizer: Callable[[], TextTokenizer] | None = None
-    module: nn.Module | None = None
-    seq_len: int = DEFAULT_SEQ_LEN
-    stride: int | None = None
-    shuffle_seed: int | None = None
-    trust: bool = False
+    tokenizer: Callable[[], TextTokenizer] | None
+    module: nn.Module | None
+    seq_len: int
+    stride: int | None
+    shuffle_seed: int | None
+    trust: bool
 
     def __post_init__(self) -> None:
         if self.stride is not None and not 1 <= self.stride <= self.seq_len:
