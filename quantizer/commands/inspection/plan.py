@@ -33,8 +33,7 @@ from quantizer.plan.model import Plan
 from quantizer.plan.remarks import left_parameters, share_left
 from quantizer.plan.size import peak_activation_bytes, weight_bytes
 from quantizer.printable import json_text
-from quantizer.report.plan_table import plan_table
-from quantizer.report.tables import rule_table
+from quantizer.report.tables import plan_table, rule_table
 from quantizer.report.view import Listing, TableView
 from quantizer.storage import process_memory
 from quantizer.storage.files import write_json
