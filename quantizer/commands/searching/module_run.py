@@ -28,7 +28,7 @@ from quantizer.cli.run_folder import log_run
 from quantizer.cli.terminal.follow import progress, run_display
 from quantizer.cli.terminal.output import Outcome, metric_lines
 from quantizer.cli.terminal.render import say_note
-from quantizer.commands.searching.tuned_run import FinishedRun
+from quantizer.commands.searching.tune import FinishedRun
 from quantizer.comparison.output_comparison import require_same_shape
 from quantizer.comparison.output_figures import OutputFigures, PartFigures, leaves
 from quantizer.comparison.samples import SampleFinder
