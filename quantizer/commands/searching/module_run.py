@@ -43,11 +43,17 @@ from quantizer.errors import (
     UsageError,
     VerificationError,
 )
-from quantizer.evaluation.compare import judged_on, over_batches, same_in_each_pass
+from quantizer.evaluation.compare import over_batches, record_predictions
 from quantizer.evaluation.network_comparison import NetworkComparison
 from quantizer.evaluation.output_warnings import sample_warnings
-from quantizer.evaluation.paired_run import record_predictions
-from quantizer.evaluation.scores import Scores, in_pairs, log_warnings, measure
+from quantizer.evaluation.scores import (
+    Scores,
+    in_pairs,
+    judged_on,
+    log_warnings,
+    measure,
+    same_in_each_pass,
+)
 from quantizer.export.agreement import Verification
 from quantizer.export.destinations import DESTINATIONS
 from quantizer.export.exporting import export_modules, export_summary, figures_of_file
