@@ -25,7 +25,7 @@ from quantizer.declarations import DROP, RATIO, RISE
 from quantizer.distributed import ALONE, Ranks
 from quantizer.errors import DataError, ModelError
 from quantizer.evaluation.compare import compare, keep_on_device
-from quantizer.evaluation.network_comparison import NetworkComparison, Networks
+from quantizer.evaluation.network_comparison import NetworkComparison, Networks, in_pairs
 from quantizer.evaluation.output_warnings import NOTES, OutputWarning, output_warnings
 from quantizer.nn.recorded_outputs import RecordedOutputs
 from quantizer.results.calibrated import Calibrated
@@ -171,21 +171,6 @@ def metrics_of_both(
         if name == "perplexity" and before:
             metrics[f"{name}{RATIO}"] = after / before
     return metrics
-
-
-def in_pairs(
-    before: Mapping[str, float], after: Mapping[str, float]
-) -> dict[str, dict[str, float]]:
-    """Return the metrics that both networks have, by name.
-
-    >>> in_pairs({"top1": 0.9, "loss": 0.1}, {"top1": 0.8})
-    {'top1': {'float': 0.9, 'quantized': 0.8}}
-    """
-    pairs = {}
-    for name, value in before.items():
-        if name in after:
-            pairs[name] = {"float": value, "quantized": after[name]}
-    return pairs
 
 
 def score(

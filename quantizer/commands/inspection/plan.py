@@ -76,8 +76,7 @@ def plan(options: Options) -> None:
     before, after = weight_bytes(planned)
     size = traced.size
     activations = peak_activation_bytes(planned.graph, size)
-    data = memory_prediction.BatchSizes(size, traced.batches or 1, options.memory)
-    peaks = peaks_of(planned, read.config, data, traced, finetuned=bool(finetuned))
+    peaks = peaks_of(planned, read.config, traced, options.memory, finetuned=bool(finetuned))
     outputs = output_parts(original)
     content = planned.to_json() | {
         "outputs": named_outputs(outputs),
@@ -125,12 +124,15 @@ def plan(options: Options) -> None:
 def peaks_of(
     plan: Plan,
     config: ResolvedConfig,
-    data: memory_prediction.BatchSizes,
     traced: TracedModel,
+    memory: int | None,
     *,
     finetuned: bool,
 ) -> dict[str, int | None]:
-    """Return the predicted peak of memory of each mode, in bytes."""
+    """Return the predicted peak of memory of each mode, in bytes; `memory` is that of
+    `--memory`.
+    """
+    data = memory_prediction.BatchSizes(traced.size, traced.batches or 1, memory)
     tested = data.size if traced.tested is None else traced.tested
     calib = memory_prediction.calibration_bytes(plan, config, data, finetuned=finetuned)
     test = memory_prediction.comparison_bytes(plan.graph, plan.specs, tested, data.batches)

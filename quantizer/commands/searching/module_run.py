@@ -44,11 +44,10 @@ from quantizer.errors import (
     VerificationError,
 )
 from quantizer.evaluation.compare import over_batches, record_predictions
-from quantizer.evaluation.network_comparison import NetworkComparison
+from quantizer.evaluation.network_comparison import NetworkComparison, in_pairs
 from quantizer.evaluation.output_warnings import sample_warnings
 from quantizer.evaluation.scores import (
     Scores,
-    in_pairs,
     judged_on,
     log_warnings,
     measure,
