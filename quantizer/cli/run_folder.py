@@ -139,7 +139,11 @@ def report_place(
             yield None, {}
             return
         if place.resolve() != folder.resolve():
-            _require_no_results(place)
+            if (place / INFO_FILE).exists():
+                raise ResultError(
+                    f"{place} holds the results of a calibration",
+                    help="choose another --report_dir",
+                )
             owned = stack.enter_context(locked(place))
         else:
             try:
@@ -162,14 +166,6 @@ def report_place(
             require_place(exporter_of(target), place / FOLDER / name)
         noted = stack.enter_context(log_run(place, options, ranks.world_size))
         yield place, noted
-
-
-def _require_no_results(place: Path) -> None:
-    """Raise `ResultError` if a folder holds the results of another calibration."""
-    if (place / INFO_FILE).exists():
-        raise ResultError(
-            f"{place} holds the results of a calibration", help="choose another --report_dir"
-        )
 
 
 WITHOUT_EFFECT = frozenset(

@@ -317,13 +317,9 @@ def _effect(trial: Trial, plan: Plan) -> tuple[Any, ...]:
     return plan.specs, settings, algorithms, plan.graph.changes, trial.fast_finetune
 
 
-def search_table(search: Search, metrics: Sequence[str]) -> Listing:
-    """Return a table with a row for each step that was measured.
-
-    Args:
-        search: with all its rows.
-        metrics: those of the gates.
-    """
+def search_table(search: Search) -> Listing:
+    """Return a table with a row for each step that was measured."""
+    metrics = [gate.metric for gate in search.context.gates]
     columns = list(dict.fromkeys((*metrics, "sqnr_db")))
     lines = []
     for row in search.rows:
@@ -378,10 +374,10 @@ def _not_tried(rows: Sequence[Row]) -> dict[str, list[str]]:
     return steps_by_reason
 
 
-def search_json(search: Search, gates: Sequence[str]) -> JsonObject:
+def search_json(search: Search) -> JsonObject:
     """Return a search for programs."""
     return {
-        "gates": list(gates),
+        "gates": [gate.text for gate in search.context.gates],
         "met": search.figures.is_met,
         "missed_by_float": list(search.figures.missed_by_float),
         "out_of_time": search.is_out_of_time,

@@ -158,7 +158,6 @@ class TunedRun:
 
     Attributes:
         search: the trials, and the best of them.
-        gates: that have to hold.
         sentence: on the data that judge; empty if there is nothing to say.
         minutes: the time budget.
         config: the path of the written config.
@@ -169,7 +168,6 @@ class TunedRun:
     """
 
     search: Search
-    gates: Sequence[Gate]
     sentence: str
     minutes: float
     config: str
@@ -181,9 +179,8 @@ class TunedRun:
     @property
     def content(self) -> dict[str, object]:
         """Return the content of tune.json."""
-        gates = [gate.text for gate in self.gates]
         return {
-            **search_json(self.search, gates),
+            **search_json(self.search),
             "minutes": self.minutes,
             "data": self.sentence,
             "config": self.config,
@@ -192,8 +189,7 @@ class TunedRun:
     def show(self) -> None:
         """Print the table of the steps, and which changes were kept."""
         console = output.console()
-        metrics = [gate.metric for gate in self.gates]
-        console.print(search_table(self.search, metrics))
+        console.print(search_table(self.search))
         for line in result_lines(self.search, self.sentence, self.config):
             output.print_line(line, console)
         sys.stdout.flush()
@@ -248,15 +244,7 @@ def tune_config(
     seed_everything(options.seed)
     outcome = run_test(test_options, opened=opened)
     run = TunedRun(
-        search,
-        gates,
-        data.sentence,
-        minutes,
-        str(path),
-        opened,
-        calibrated,
-        outcome,
-        test_options,
+        search, data.sentence, minutes, str(path), opened, calibrated, outcome, test_options
     )
     info = read_info(folder)
     with locked_as_opened(info.files):
