@@ -21,7 +21,7 @@ from quantizer.cli.modes.calib_mode import run_calib
 from quantizer.cli.modes.float_mode import require_directions
 from quantizer.cli.modes.run_mode import judged, require_met
 from quantizer.cli.modes.test_mode import run_test
-from quantizer.cli.run_folder import data_options, missing_data
+from quantizer.cli.run_folder import missing_data
 from quantizer.cli.terminal import output, process
 from quantizer.cli.terminal.follow import one_display
 from quantizer.cli.terminal.output import Outcome
@@ -357,17 +357,12 @@ class FinishedRun:
     def facts(self) -> VerdictFacts:
         """Return what the verdict is about."""
         tested, gates = self.tested, self.gates
-        options = self.test_options
         assert self.calibrated.plan is not None
         path, size = "", 0
         verified: Verification | None = None
         for written, verification in tested.deployed.items():
             verified, path = verification, str(written)
             size = tested.exports[-1]["bytes"]
-        of_data = options
-        if self.data is not None:
-            # As the page joins the options of both modes
-            of_data = replace(options, subset_len=self.data.calib_options.subset_len)
         not_met = not_met_gates(gates, tested.metrics, is_complete=not tested.error)
         return VerdictFacts.of(
             self.calibrated.plan,
@@ -376,12 +371,10 @@ class FinishedRun:
             remarks=remarks_on_data(self.opened.batches),
             path=path or None,
             size=size,
-            tested=tested.report,
-            config=options.config_file or "",
-            model_option=options.model or "",
-            data_options=data_options(of_data),
+            tested={**tested.report, "improvement": self.opened.improvement},
+            config=self.test_options.config_file or "",
+            is_in_shell=True,
             gates=gate_lines(gates, tested.metrics),
             not_met=failed_gates(gates, tested.metrics),
             is_failed=bool(tested.error or not_met),
-            improvement=self.opened.improvement,
         )
