@@ -181,8 +181,7 @@ def describe_spec(spec: QuantizationSpec) -> str:
         return f"{spec.dtype} {spec.method}"
     words = [spec.dtype, spec.qscheme]
     if is_integer:
-        is_signed = spec.signed and spec.symmetric
-        letters = "int" if is_signed else "uint"
+        letters = "int" if spec.has_signed_codes else "uint"
         words[0] = f"{letters}{spec.bit_width}"
     if spec.has_groups and spec.group_size != -1:
         words.append(str(spec.group_size))

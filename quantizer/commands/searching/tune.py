@@ -33,6 +33,7 @@ from quantizer.commands.searching.steps import STEPS
 from quantizer.commands.searching.trials import Figures, SearchContext, Subject, Trial, plan_of
 from quantizer.config.json_types import JsonMapping, JsonObject
 from quantizer.config.load import load_config
+from quantizer.config.run_config import write_config
 from quantizer.errors import UsageError
 from quantizer.export.agreement import Verification
 from quantizer.export.gates import (
@@ -58,8 +59,8 @@ from quantizer.results.result_set import (
 )
 from quantizer.results.write import check_owner
 from quantizer.sources.first_batch import remarks_on_data
-from quantizer.storage.files import cannot_use, write_json
-from quantizer.storage.replacing import replace_file, require_writable
+from quantizer.storage.files import write_json
+from quantizer.storage.replacing import require_writable
 from quantizer.torch_state import seed_everything
 
 TUNED_CONFIG = "tuned_config.json"
@@ -291,12 +292,7 @@ def _write_config(path: Path, read: session.ReadConfig, search: Search) -> None:
     """
     best = search.best
     document = with_tuning_comments(best.document, search.changes, best.fast_finetune)
-    text = read.text_of(document)
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        replace_file(path, text.encode(read.encoding))
-    except OSError as error:
-        raise cannot_use(path.parent, error) from None
+    write_config(path, read.text_of(document), read.encoding)
 
 
 def with_tuning_comments(
