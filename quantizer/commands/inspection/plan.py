@@ -34,7 +34,7 @@ from quantizer.plan.remarks import left_parameters, share_left
 from quantizer.plan.size import peak_activation_bytes, weight_bytes
 from quantizer.printable import json_text
 from quantizer.report.tables import plan_table, rule_table
-from quantizer.report.view import Listing, TableView
+from quantizer.report.view import TableView
 from quantizer.storage import process_memory
 from quantizer.storage.files import write_json
 
@@ -159,7 +159,8 @@ def _show_refused(refused: dict[str, list[Refusal]], model: str, view: TableView
         rows = []
         for refusal in refusals:
             rows.append((refusal.layer or model, refusal.role, refusal.why))
-        output.console(exact=view.is_exact).print(refusal_table(rows, view))
+        table = view.listing(("layer", "tensor", "reason"), rows, what="tensor")
+        output.console(exact=view.is_exact).print(table)
 
 
 def _show(
@@ -229,8 +230,3 @@ def output_lines(outputs: Iterable[Output]) -> Iterator[str]:
         if len(texts) != 1:
             line += f", in {len(texts)} parts: {', '.join(texts)}"
         yield line
-
-
-def refusal_table(rows: Iterable[tuple[str, str, str]], view: TableView) -> Listing:
-    """Return the tensors that a target cannot hold, and why."""
-    return view.listing(("layer", "tensor", "reason"), list(rows), what="tensor")
