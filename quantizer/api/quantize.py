@@ -269,7 +269,6 @@ def _with_verdict(
         has_data: whether the call has data.
     """
     target = DESTINATIONS[name].target_of(quantized.result._model)
-    improvement = DESTINATIONS[name].improvement(has_data=has_data)
     path, verification = quantized.path, quantized.verification
     size = size_on_disk(target, path)
     of_file = figures_of_file(target, verification, size)
@@ -277,9 +276,9 @@ def _with_verdict(
     tested = quantized.comparison.to_json()
     tested["gates"] = {gate.text: False for gate in gates} | held_gates(gates, figures)
     tested["exports"] = [export_summary(target, path, verification)]
-    tested["improvement"] = improvement
+    tested["improvement"] = DESTINATIONS[name].improvement(has_data=has_data)
     with locked(quantized.folder):
-        write_report(open_written(quantized.folder), tested)
+        tested = write_report(open_written(quantized.folder), tested)
         write_text(quantized.folder / "layers.csv", as_csv(quantized.comparison.layers))
         write_json(path.parent / "verify.json", {path.name: verification.to_json()})
     plan = quantized.result.plan.plan
@@ -298,7 +297,6 @@ def _with_verdict(
         size=size,
         tested=tested,
         config=_name_of(config, quantized.folder, folder),
-        improvement=improvement,
         gates=gate_lines(gates, figures),
     )
     not_met = not_met_gates(gates, figures, is_complete=True)

@@ -40,7 +40,6 @@ from quantizer.plugins import remedy_for_absent
 from quantizer.printable import element
 from quantizer.report import tables
 from quantizer.report.content import write_report
-from quantizer.report.plan_table import format_counts, plan_table
 from quantizer.report.view import TableView
 from quantizer.results.calibrated import Calibrated
 from quantizer.results.folder import OpenedResults, open_written
@@ -77,7 +76,7 @@ class PlanView:
 
     def _repr_html_(self) -> str:
         rules = html_table(tables.rule_table(self.plan, TableView()))
-        return rules + html_table(plan_table(self.plan, TableView()))
+        return rules + html_table(tables.plan_table(self.plan, TableView()))
 
 
 class Result:
@@ -403,7 +402,7 @@ def _summary(plan: Plan) -> str:
     before, after = weight_bytes(plan)
     left, _ = left_parameters(plan)
     lines = [
-        format_counts(plan),
+        tables.format_counts(plan),
         f"{share_left(left)}; weights {before / 1e6:.2f} MB -> {after / 1e6:.2f} MB",
     ]
     return "\n".join(f"  {line}" for line in lines)

@@ -54,7 +54,8 @@ def reported(error: BaseException, arguments: list[str], cli: click.Group) -> in
     """
     if isinstance(error, click.Abort):
         return _stopped(error, arguments, cli)
-    if isinstance(error, Exception) and _is_out_of_memory(error):
+    is_translated = isinstance(error, OutOfMemoryError)
+    if isinstance(error, Exception) and lacks_memory(error) and not is_translated:
         error = _out_of_memory()
     if isinstance(error, ConfigError):
         print_diagnostics(error.diagnostics, error.sources)
@@ -92,11 +93,6 @@ def _stopped(error: click.Abort, arguments: list[str], cli: click.Group) -> int:
         return 143
     click.echo(f"{process.cleared()}interrupted", err=True)
     return 130
-
-
-def _is_out_of_memory(error: Exception) -> bool:
-    """Return whether there was not enough memory, even if the error was translated since."""
-    return lacks_memory(error) and not isinstance(error, OutOfMemoryError)
 
 
 def _out_of_memory() -> OutOfMemoryError:

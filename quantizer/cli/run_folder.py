@@ -37,7 +37,6 @@ from quantizer.graph.ir import Graph
 from quantizer.nn.load import INFO_FILE
 from quantizer.printable import one_line
 from quantizer.report.content import write_report
-from quantizer.report.next_step import DATA_OPTIONS
 from quantizer.results.folder import (
     COMMANDS_KEY,
     REPORT_FILE,
@@ -139,7 +138,11 @@ def report_place(
             yield None, {}
             return
         if place.resolve() != folder.resolve():
-            _require_no_results(place)
+            if (place / INFO_FILE).exists():
+                raise ResultError(
+                    f"{place} holds the results of a calibration",
+                    help="choose another --report_dir",
+                )
             owned = stack.enter_context(locked(place))
         else:
             try:
@@ -162,14 +165,6 @@ def report_place(
             require_place(exporter_of(target), place / FOLDER / name)
         noted = stack.enter_context(log_run(place, options, ranks.world_size))
         yield place, noted
-
-
-def _require_no_results(place: Path) -> None:
-    """Raise `ResultError` if a folder holds the results of another calibration."""
-    if (place / INFO_FILE).exists():
-        raise ResultError(
-            f"{place} holds the results of a calibration", help="choose another --report_dir"
-        )
 
 
 WITHOUT_EFFECT = frozenset(
@@ -213,18 +208,6 @@ def words_of(options: Options) -> list[str]:
     left_out = WITHOUT_EFFECT | ONLY_CHECKED[options.quant_mode]
     names = [name for name in RUN if name not in left_out]
     return ["quantizer", "--quant_mode", options.quant_mode, *option_words(options, names)]
-
-
-def data_options(options: Options) -> dict[str, list[str]]:
-    """Return the values of the options about the model's data, for another command in the same
-    folder.
-    """
-    values = {}
-    for name in DATA_OPTIONS:
-        words = option_words(options, (name,))
-        if words:
-            values[name] = words[1:]
-    return values
 
 
 def names_same_source(options: Options, command: Sequence[str]) -> bool:

@@ -23,7 +23,7 @@ from quantizer.config.document.document import Document, Text
 from quantizer.config.document.read import parse_document, read_text
 from quantizer.config.forms.form import ALGORITHM_BLOCKS, Form, form_of, plugin_of_setting
 from quantizer.config.forms.layered import translate_layered
-from quantizer.config.model import ConfigRule, ResolvedConfig, Settings
+from quantizer.config.model import ConfigRule, ResolvedConfig, Selector, Settings
 from quantizer.config.resources import load_resource, preset_text
 from quantizer.config.rules.check_layered import check_layered
 from quantizer.config.rules.check_structure import check_present, check_structure
@@ -193,10 +193,11 @@ def _resolved(
         from quantizer.config.forms.algorithm_words import read_algorithms
 
         algorithms = read_algorithms(file, form)
-    if file.get("exclude"):
-        from quantizer.config.forms.excluded import excludes
-
-        rules = [*rules, *excludes(file)]
+    rules = list(rules)
+    for number, path in enumerate(file.items("exclude")):
+        selector = Selector("exclude", file.get(*path), file.place(*path))
+        rule = ConfigRule(selector, f"exclude[{number}]", frozenset(), selector.place)
+        rules.append(rule)
     source = file.source
     return ResolvedConfig(
         settings=settings,

@@ -86,13 +86,21 @@ def run_config(
     if path.exists() and not overwrite:
         _require_same(path, made_for, new_text)
         return path
-    text = _with_comment(finish(new_text()), made_for)
+    write_config(path, _with_comment(finish(new_text()), made_for))
+    return path
+
+
+def write_config(path: Path, text: str, encoding: str = "utf-8") -> None:
+    """Write a config into the folder of a run.
+
+    Raises:
+        ResultError: it cannot be written.
+    """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        replace_file(path, text.encode())
+        replace_file(path, text.encode(encoding))
     except OSError as error:
-        raise cannot_use(folder, error) from None
-    return path
+        raise cannot_use(path.parent, error) from None
 
 
 @contextmanager

@@ -103,7 +103,7 @@ def with_finetuning(
     mode = finetuning(level, mode)
     if mode:
         _require_plugin(f"<--fast_finetune {mode}>", plugin_of_results("fast_finetune"))
-    _check_mode(mode, config)
+        _check_mode(mode, config)
     return config, mode
 
 
@@ -116,10 +116,10 @@ def _require_plugin(option: str, plugin: str) -> None:
         )
 
 
-def _check_mode(mode: str | None, config: ResolvedConfig) -> None:
+def _check_mode(mode: str, config: ResolvedConfig) -> None:
     """Refuse adaquant on the DPU, and an algorithm that rounds the same weights."""
     rounding = [algorithm.name for algorithm in config.algorithms if algorithm.stage == "round"]
-    if mode and rounding:
+    if rounding:
         raise UsageError(
             f"<--fast_finetune {mode}> and the config's {rounding[0]} both round the weights",
             help="leave out <--fast_finetune>, or the algorithm",

@@ -8,6 +8,7 @@ import copy
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from quantizer.config.wording import joined
 from quantizer.tables import NUMBER_FORMATS, RANGE_METHODS
 
 _AUTO = "auto"
@@ -95,8 +96,7 @@ def _quoted(names: Sequence[str], joint: str) -> str:
     >>> _quoted(["mse", "entropy"], "and")
     "'mse' and 'entropy'"
     """
-    *first, last = [f"'{name}'" for name in names]
-    return f"{', '.join(first)} {joint} {last}" if first else last
+    return joined([f"'{name}'" for name in names], joint)
 
 
 _WRITERS = {

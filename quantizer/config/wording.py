@@ -85,16 +85,16 @@ def named_output(name: str) -> str:
     return name
 
 
-def counted(count: int, noun: str, plural: str = "") -> str:
+def counted(count: int, noun: str) -> str:
     """Return a number with its noun in singular or plural.
 
-    >>> counted(1, "layer"), counted(2, "batch"), counted(0, "entry", "entries")
-    ('1 layer', '2 batches', '0 entries')
+    >>> counted(1, "layer"), counted(2, "batch")
+    ('1 layer', '2 batches')
     """
     if count == 1:
         return f"1 {noun}"
     ending = "es" if noun.endswith(("ch", "s", "x")) else "s"
-    return f"{count} {plural or noun + ending}"
+    return f"{count} {noun}{ending}"
 
 
 def closest_word(word: str, known: Iterable[str]) -> str | None:

@@ -1,56 +1,48 @@
-"""Compares a float and a quantized network on the same batches, tensor by tensor. Reads them in
-several passes, which have to be alike.
+"""Compares a float and a quantized network on the same batches, tensor by tensor. Both run a
+batch in step, so that each pair of values is compared while it exists.
 """
 
+from __future__ import annotations
+
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from copy import deepcopy
+from dataclasses import replace
 from functools import cached_property
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
-from quantizer.calibration.events import RunStage
 from quantizer.calibration.memory_prediction import (
     MOST_BATCHES_IN_STEP,
     MOST_BYTES_IN_STEP,
     bytes_in_step,
 )
-from quantizer.comparison.output_comparison import ComparedNetworks
-from quantizer.comparison.perplexity import Score
+from quantizer.comparison.noise import Noise
+from quantizer.comparison.output_comparison import ComparedNetworks, require_same_shape
+from quantizer.comparison.output_figures import leaves
 from quantizer.config.roles import base_role, is_parameter, parameter_name
 from quantizer.distributed import ALONE, Ranks, merge_in_batch_order
-from quantizer.evaluation.network_comparison import LayerNoise, NetworkComparison
-from quantizer.evaluation.paired_run import NetworkPair, PairedRun
+from quantizer.evaluation.network_comparison import LayerNoise, NetworkComparison, empty_effects
 from quantizer.graph.channels.output_parts import Output
 from quantizer.layerwise.sequential_runner import half_of_what_is_free, no_batches
 from quantizer.nn.network import Network
 from quantizer.nn.quantizer import TensorQuantizer
-from quantizer.nn.recorded_outputs import RecordedOutputs
+from quantizer.nn.recorded_outputs import RecordedOutputs, digest_of
 from quantizer.nn.segments import deferred_weights, segments, total_bytes
 from quantizer.numerics.metrics import Approximation
+from quantizer.plan.readers import useful_magnitude
 from quantizer.sources.batches import Batch, prefix_batch_errors
-from quantizer.sources.data import Batches
-from quantizer.sources.user_data import RepeatedPasses
 from quantizer.storage.deferred_tensor import CPU, keep_loaded, loaded
 
 _BATCHES_BETWEEN_EXCHANGES = 16
 """After so many batches of each rank, the ranks exchange their results."""
-
-
-def target_metrics(model: Callable[..., Any], batches: Iterable[Batch]) -> dict[str, float]:
-    """Return top-1 accuracy of one model on labelled batches, or perplexity on text; nothing if
-    the data has no targets.
-    """
-    score = Score()
-    for batch in batches:
-        outputs = pytree.tree_leaves(model(*batch.args, **batch.kwargs))
-        if isinstance(outputs[0], Tensor):
-            score.add(outputs[0], batch)
-    return score.metrics()
+_Taps = dict[str, list[tuple[TensorQuantizer, int, float]]]
+"""For each node whose value is quantized, its quantizers. Each has the index of its
+`LayerNoise` in a list, and the magnitude beyond which the node's readers saturate.
+"""
 
 
 def over_batches(
@@ -113,7 +105,7 @@ def compare(
         RankError: the ranks do not have the same batches.
     """
     compared = ComparedNetworks(reference, user, outputs)
-    pair = NetworkPair.of(reference, quantized, compared, recorded)
+    pair = _NetworkPair(reference, quantized, compared, recorded)
     runs = _GroupedRuns(pair)
     total = pair.empty()
 
@@ -140,12 +132,12 @@ class _GroupedRuns:
         results: the comparisons of the batches that have run.
     """
 
-    def __init__(self, pair: NetworkPair) -> None:
+    def __init__(self, pair: _NetworkPair) -> None:
         self.results: list[NetworkComparison] = []
         self._pair = pair
         self._segments = segments([pair.reference, pair.quantized])
         self._batches: list[Batch] = []
-        self._runs: dict[int, PairedRun] = {}
+        self._runs: dict[int, _PairedRun] = {}
         self._parameters: dict[str, list[LayerNoise]] = {}
 
     def add(self, number: int, batch: Batch) -> None:
@@ -160,7 +152,7 @@ class _GroupedRuns:
             # A loader may overwrite it when it reads the next one
             batch = batch.stable()
         with prefix_batch_errors(number):
-            self._runs[number] = PairedRun(self._pair, batch)
+            self._runs[number] = _PairedRun(self._pair, batch)
         if not has_room:
             self.finish()
 
@@ -264,44 +256,174 @@ def keep_on_device(networks: Sequence[Network]) -> AbstractContextManager[None]:
     return keep_loaded(weights)
 
 
-@dataclass
-class FollowedBatches:
-    """Batches on a device, whose first pass a stage counts."""
+class _NetworkPair:
+    """A float and a quantized network that are compared.
 
-    batches: Iterable[Batch]
-    stage: RunStage
-    device: torch.device | str = "cpu"
-    passes: int = 0
+    Args:
+        reference: the float network, with the nodes of the quantized one.
+        quantized: the network that is compared with it.
+        outputs: compares their outputs.
+        recorded: keeps the outputs of the quantized network; None if nothing will need them.
 
-    def __iter__(self) -> Iterator[Batch]:
-        moved = (batch.to(self.device) for batch in self.batches)
-        self.passes += 1
-        return moved if self.passes > 1 else self.stage.counted(moved)
-
-
-@dataclass(frozen=True)
-class UserItems:
-    """The items of the user's data, as `evaluate(model, data)` gets them."""
-
-    batches: FollowedBatches
-
-    def __iter__(self) -> Iterator[Any]:
-        return (batch.raw for batch in self.batches)
-
-
-def same_in_each_pass(batches: Batches) -> RepeatedPasses:
-    """Require that all passes over some data give the same batches, from now on. Return what
-    watches them.
+    Attributes:
+        taps: the quantizers of activations.
     """
-    if batches.passes is None:
-        batches.passes = RepeatedPasses(batches.label)
-    return batches.passes
+
+    def __init__(
+        self,
+        reference: Network,
+        quantized: Network,
+        outputs: ComparedNetworks,
+        recorded: RecordedOutputs | None,
+    ) -> None:
+        self.reference = reference
+        self.quantized = quantized
+        self.outputs = outputs
+        self.recorded = recorded
+        self._no_noise, self.taps = _taps(quantized)
+        self._inputs = empty_effects(quantized)
+
+    def empty(self) -> NetworkComparison:
+        """Return a comparison without a batch."""
+        layers = deepcopy(self._no_noise)
+        return NetworkComparison(layers, *self.outputs.empty(), inputs=list(self._inputs))
 
 
-def judged_on(batches: Batches) -> Mapping[str, Any]:
-    """Return which samples were compared, as report.json has it, after a pass; empty if nothing
-    is known of them.
+class _PairedRun:
+    """One batch that both networks run in step.
+
+    Args:
+        pair: the networks.
+        batch: of data, on their device.
     """
-    if batches.passes is None or batches.fingerprint is None:
-        return {}
-    return batches.passes.judged_on(batches.fingerprint["samples"], batches.skip_len or 0)
+
+    def __init__(self, pair: _NetworkPair, batch: Batch) -> None:
+        self._pair = pair
+        self._batch = batch
+        self._result = pair.empty()
+        self._float_run = pair.reference.start(batch.args, batch.kwargs)
+        self._quantized_run = pair.quantized.start(batch.args, batch.kwargs)
+        self._recorders = pair.outputs.recorders()
+        self._digest: bytes | None = None
+        if pair.recorded is not None:
+            self._digest = digest_of(self._quantized_run.values.values())
+
+    def advance(self, stop: int) -> None:
+        """Run the nodes before index `stop` in both networks, and compare their values."""
+        left, right = self._recorders
+        while self._float_run.position < stop:
+            name, x = self._float_run.step()
+            _, y = self._quantized_run.step()
+            left.see(name, x)
+            right.see(name, y)
+            self._see_input(name, x, y)
+            for quantizer, index, most in self._pair.taps.get(name, ()):
+                require_same_shape(name, x, y)
+                noise = self._result.layers[index]
+                expected = _clipped(x, most)
+                actual = _clipped(y, most)
+                # The cosine is that of the whole network
+                local = _quantized(quantizer, expected, is_measured=False)
+                accumulated = Approximation(actual)
+                if noise.layer != name:
+                    # The quantized network has not applied a quantizer of a layer's input yet
+                    accumulated = _quantized(quantizer, actual)
+                noise.add(expected, local, accumulated)
+
+    def _see_input(self, name: str, x: object, y: object) -> None:
+        """Add the values of a node to the effects of the channels that layers read from it."""
+        rows = self._result.inputs
+        for index, row in enumerate(rows):
+            if row.source != name:
+                continue
+            expected = cast(Tensor, x)
+            actual = cast(Tensor, y)
+            rows[index] = row.with_batch(expected, actual)
+
+    def finish(self) -> NetworkComparison:
+        """Return the comparison of the batch, whose nodes have all run."""
+        result = self._result
+        executions = (self._float_run, self._quantized_run)
+        expected, result.outputs, result.quantization = self._pair.outputs.figures(
+            executions, self._recorders, self._batch
+        )
+        record_predictions(result, self._batch, expected, self._quantized_run.outputs())
+        if self._pair.recorded is not None:
+            self._pair.recorded.record(self._digest, self._quantized_run.output())
+        return result
+
+
+def _clipped(values: Tensor, most: float) -> Tensor:
+    """Return the values clipped to magnitudes of at most `most`, which may be infinite."""
+    if math.isinf(most):
+        return values
+    return values.clamp(-most, most)
+
+
+def _quantized(
+    quantizer: TensorQuantizer, values: Tensor, *, is_measured: bool = True
+) -> Approximation:
+    """Return what a quantizer makes of some values."""
+    if quantizer.is_elementwise:
+        return Approximation(values, quantizer.quantized_copy, is_measured)
+    return Approximation(quantizer.quantized_copy(values), None, is_measured)
+
+
+def _taps(quantized: Network) -> tuple[list[LayerNoise], _Taps]:
+    """Return an empty `LayerNoise` for each activation that a network quantizes, and the nodes
+    that have the values.
+    """
+    rows: list[LayerNoise] = []
+    taps: _Taps = {}
+    for name, role, quantizer in quantized.quantizers():
+        if is_parameter(role):
+            continue
+        node = quantized.graph.by_name[name]
+        source = name
+        if role != "activation" and node.op != "input":
+            # The input of a layer is the value of another node
+            source = node.input_roles()[role]
+        most = useful_magnitude(quantized.graph, source, quantizer.spec)
+        if most is None:
+            most = math.inf
+        tap = (quantizer, len(rows), most)
+        taps.setdefault(source, []).append(tap)
+        is_bounded = node.row.kind == "nonlinear"
+        row = LayerNoise(name, role, accumulated=Noise(), is_bounded=is_bounded)
+        rows.append(row)
+    return rows, taps
+
+
+def record_predictions(
+    result: NetworkComparison,
+    batch: Batch,
+    reference: Sequence[Tensor],
+    quantized: Sequence[Tensor],
+) -> None:
+    """Record three things about one batch: whether the quantized outputs are finite, whether
+    both networks rank the same class first, and how well they predict the targets.
+
+    Classes and predictions are those of the first floating-point output.
+    """
+    result.batches = 1
+    for part in leaves(result.outputs):
+        if part.is_float and not math.isfinite(part.noise.error):
+            result.spoiled = 0
+    pairs = list(zip(reference, quantized, strict=True))
+    floats = [pair for pair in pairs if pair[0].is_floating_point()]
+    if not floats:
+        result.rankable = False
+        return
+    x, y = floats[0]
+    is_ranking = x.dim() == 2 and x.shape[1] > 1
+    result.rankable &= is_ranking
+    if is_ranking:
+        classes = x.argmax(1)
+        result.samples += len(classes)
+        is_same = classes == y.argmax(1)
+        result.agreeing += int(is_same.sum())
+    target = batch.target
+    is_index = target is not None and not target.is_floating_point()
+    if is_index and (is_ranking or x.dim() == 3):
+        result.float_score.add(x, batch)
+        result.quantized_score.add(y, batch)

@@ -5,7 +5,7 @@ batches.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, cast
@@ -225,12 +225,22 @@ class NetworkComparison:
 
     def pairs(self) -> dict[str, dict[str, float]]:
         """Return top-1 accuracy or perplexity of both networks, if the data has targets."""
-        before = self.float_score.metrics()
-        after = self.quantized_score.metrics()
-        pairs = {}
-        for name, value in before.items():
+        return in_pairs(self.float_score.metrics(), self.quantized_score.metrics())
+
+
+def in_pairs(
+    before: Mapping[str, float], after: Mapping[str, float]
+) -> dict[str, dict[str, float]]:
+    """Return the metrics that both networks have, by name.
+
+    >>> in_pairs({"top1": 0.9, "loss": 0.1}, {"top1": 0.8})
+    {'top1': {'float': 0.9, 'quantized': 0.8}}
+    """
+    pairs = {}
+    for name, value in before.items():
+        if name in after:
             pairs[name] = {"float": value, "quantized": after[name]}
-        return pairs
+    return pairs
 
 
 @dataclass(frozen=True)

@@ -6,39 +6,35 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from quantizer.calibration.events import Events, RunStage
 from quantizer.comparison.output_figures import POOLED_FIGURE, WORST_SAMPLES, worst
+from quantizer.comparison.perplexity import Score
 from quantizer.comparison.samples import BELOW_DB, LOW_DB
 from quantizer.config.json_types import JsonMapping
 from quantizer.config.wording import quoted
 from quantizer.declarations import DROP, RATIO, RISE
 from quantizer.distributed import ALONE, Ranks
 from quantizer.errors import DataError, ModelError
-from quantizer.evaluation.compare import (
-    FollowedBatches,
-    UserItems,
-    compare,
-    judged_on,
-    keep_on_device,
-    same_in_each_pass,
-    target_metrics,
-)
-from quantizer.evaluation.network_comparison import NetworkComparison, Networks
+from quantizer.evaluation.compare import compare, keep_on_device
+from quantizer.evaluation.network_comparison import NetworkComparison, Networks, in_pairs
 from quantizer.evaluation.output_warnings import NOTES, OutputWarning, output_warnings
 from quantizer.nn.recorded_outputs import RecordedOutputs
 from quantizer.results.calibrated import Calibrated
+from quantizer.sources.batches import Batch
 from quantizer.sources.data import Batches
 from quantizer.sources.directions import BY_NAME, Directions
 from quantizer.sources.models import Evaluate
 from quantizer.sources.user_code import user_errors, was_called
+from quantizer.sources.user_data import RepeatedPasses
 
 if TYPE_CHECKING:
     from quantizer.evaluation.pass_loss import PassLoss
@@ -175,21 +171,6 @@ def metrics_of_both(
         if name == "perplexity" and before:
             metrics[f"{name}{RATIO}"] = after / before
     return metrics
-
-
-def in_pairs(
-    before: Mapping[str, float], after: Mapping[str, float]
-) -> dict[str, dict[str, float]]:
-    """Return the metrics that both networks have, by name.
-
-    >>> in_pairs({"top1": 0.9, "loss": 0.1}, {"top1": 0.8})
-    {'top1': {'float': 0.9, 'quantized': 0.8}}
-    """
-    pairs = {}
-    for name, value in before.items():
-        if name in after:
-            pairs[name] = {"float": value, "quantized": after[name]}
-    return pairs
 
 
 def score(
@@ -378,6 +359,61 @@ def measure(
     with RunStage(events, label, batches.total) as stage, torch.no_grad():
         followed = FollowedBatches(batches, stage, device)
         if function is not None:
-            return _evaluated(function, model, UserItems(followed))
+            return _evaluated(function, model, _UserItems(followed))
         with user_errors(f"running the {label} model", ModelError):
             return target_metrics(model, followed)
+
+
+def target_metrics(model: Callable[..., Any], batches: Iterable[Batch]) -> dict[str, float]:
+    """Return top-1 accuracy of one model on labelled batches, or perplexity on text; nothing if
+    the data has no targets.
+    """
+    score = Score()
+    for batch in batches:
+        outputs = pytree.tree_leaves(model(*batch.args, **batch.kwargs))
+        if isinstance(outputs[0], Tensor):
+            score.add(outputs[0], batch)
+    return score.metrics()
+
+
+@dataclass
+class FollowedBatches:
+    """Batches on a device, whose first pass a stage counts."""
+
+    batches: Iterable[Batch]
+    stage: RunStage
+    device: torch.device | str = "cpu"
+    passes: int = 0
+
+    def __iter__(self) -> Iterator[Batch]:
+        moved = (batch.to(self.device) for batch in self.batches)
+        self.passes += 1
+        return moved if self.passes > 1 else self.stage.counted(moved)
+
+
+@dataclass(frozen=True)
+class _UserItems:
+    """The items of the user's data, as `evaluate(model, data)` gets them."""
+
+    batches: FollowedBatches
+
+    def __iter__(self) -> Iterator[Any]:
+        return (batch.raw for batch in self.batches)
+
+
+def same_in_each_pass(batches: Batches) -> RepeatedPasses:
+    """Require that all passes over some data give the same batches, from now on. Return what
+    watches them.
+    """
+    if batches.passes is None:
+        batches.passes = RepeatedPasses(batches.label)
+    return batches.passes
+
+
+def judged_on(batches: Batches) -> Mapping[str, Any]:
+    """Return which samples were compared, as report.json has it, after a pass; empty if nothing
+    is known of them.
+    """
+    if batches.passes is None or batches.fingerprint is None:
+        return {}
+    return batches.passes.judged_on(batches.fingerprint["samples"], batches.skip_len or 0)

@@ -20,7 +20,7 @@ from quantizer.calibration.events import RunStage
 from quantizer.calibration.fingerprint import input_shapes
 from quantizer.calibration.solution import Solution, encode_parameters, quantized_network
 from quantizer.config.json_types import JsonMapping
-from quantizer.evaluation.compare import FollowedBatches
+from quantizer.evaluation.scores import FollowedBatches
 from quantizer.export.layer_choice import LayerChoice
 from quantizer.export.targets import CHOICES
 from quantizer.export.value_names import in_traced_order, names_of_files

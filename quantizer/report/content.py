@@ -75,7 +75,7 @@ Commands = Mapping[str, list[str]]
 
 
 def collect_report(
-    opened: OpenedResults, tested: JsonMapping, commands: Mapping[str, list[str]] | None = None
+    opened: OpenedResults, tested: JsonMapping, commands: Commands | None = None
 ) -> JsonObject:
     """Return the content of report.json.
 

@@ -73,29 +73,17 @@ class NextStep:
         return f"{self.text} {' and '.join(others)}".rstrip()
 
 
-def next_step(
-    tested: JsonMapping,
-    config: str,
-    options: OptionValues,
-    *,
-    has_model_file: bool,
-    not_met: Sequence[str],
-    weight_bits: int | None,
-    improvement: str,
-) -> NextStep:
+def next_step(tested: JsonMapping, config: str | None, not_met: Sequence[str]) -> NextStep:
     """Return what to do after a test.
 
     Args:
-        tested: the content of report.json, or what `tables.report_values` returns.
-        config: the path of the config.
-        options: of commands that read the config, the model and its data.
-        has_model_file: whether the options name a model that commands can load.
+        tested: the content of report.json. Python has no commands there.
+        config: the path of the config; None for the built-in default.
         not_met: the gates that do not hold.
-        weight_bits: the smallest width of quantized weights; None without such weights.
-        improvement: what would lose less, if the run knows it; empty otherwise.
     """
-    if improvement:
-        return NextStep(improvement)
+    if tested.get("improvement"):
+        return NextStep(tested["improvement"])
+    options = _options_of_run(tested, config)
     if _has_default_config(tested) and "init" in commands():
         text = (
             f"`{_MAKE_CONFIG}` writes a config for the DPU, which was the default here. "
@@ -112,15 +100,16 @@ def next_step(
             command += " --apply"
         text = f"`{command}` finds the layers that have to stay in float."
         return NextStep(text, (command,))
-    if _is_far_from_float(tested, weight_bits) and "analyze" in commands():
+    if _is_far_from_float(tested) and "analyze" in commands():
         command = f"quantizer analyze --tensors {option_words(options, without=TEST_OPTIONS)}"
         text = (
             f"`{command}` lists the tensors that lose most. An evaluate() in the model's file "
             "measures the loss of the task."
         )
         return NextStep(text, (command,))
-    skipped = (tested.get("judged_on") or {}).get("skipped", 0)
-    if not has_model_file:
+    [config] = options.get("config_file", [config or "the config"])
+    if not tested.get("commands"):
+        skipped = (tested.get("judged_on") or {}).get("skipped", 0)
         arguments = f" and subset_len={skipped}" if skipped else ""
         return NextStep(
             f"check in {config}; `quantizer.calibrate` with it{arguments} repeats this."
@@ -139,34 +128,26 @@ def _has_default_config(tested: JsonMapping) -> bool:
 
 def try_next(content: JsonMapping) -> NextStep:
     """Return what to do next, as the terminal says it."""
-    commands = content["commands"]
-    options = options_of(commands)
-    config = content["config"]["name"] if content["config"] else "the config"
-    if not options:
-        if content["config"]:
-            options["config_file"] = [config]
-        options["model"] = [PLACEHOLDER]
-    config = options.get("config_file", [config])[0]
+    config = content["config"]["name"] if content["config"] else None
     if not content["metrics"]:
-        for place in options_of(commands, PLACES).values():
+        options = _options_of_run(content, config)
+        for place in options_of(content["commands"], PLACES).values():
             options["output_dir"] = place
         words = option_words(options, without=("config_file",))
         command = f"quantizer --quant_mode test {words}"
         return NextStep("test mode measures what quantization costs.", (command,))
-    widths = [
-        row["bits"]
-        for row in content["layers"]
-        if is_parameter(row["tensor"]) and row["tensor"] != "bias"
-    ]
-    return next_step(
-        content,
-        config,
-        options,
-        has_model_file=bool(commands),
-        not_met=[gate for gate, is_met in content["gates"].items() if not is_met],
-        weight_bits=min(widths, default=None),
-        improvement=content.get("improvement", ""),
-    )
+    not_met = [gate for gate, is_met in content["gates"].items() if not is_met]
+    return next_step(content, config, not_met)
+
+
+def _options_of_run(tested: JsonMapping, config: str | None) -> dict[str, list[str]]:
+    """Return the options of commands that read the config, the model and its data."""
+    options = options_of(tested.get("commands", ()))
+    if not options:
+        if config is not None:
+            options["config_file"] = [config]
+        options["model"] = [PLACEHOLDER]
+    return options
 
 
 def option_words(options: OptionValues, without: Collection[str] = ()) -> str:
@@ -225,12 +206,15 @@ def options_of(
     return {name: values[name] for name in names if name in values}
 
 
-def _is_far_from_float(tested: JsonMapping, weight_bits: int | None) -> bool:
+def _is_far_from_float(tested: JsonMapping) -> bool:
     """Return whether the outputs are far from float, if no metric of the task is known."""
     if tested.get("pairs"):
         return False
-    is_narrow = weight_bits is not None and weight_bits <= NARROW_BITS
-    bound_db = NARROW_CLOSE_DB if is_narrow else CLOSE_DB
+    bound_db = CLOSE_DB
+    for row in tested.get("layers", ()):
+        is_weight = is_parameter(row["tensor"]) and row["tensor"] != "bias"
+        if is_weight and row["bits"] <= NARROW_BITS:
+            bound_db = NARROW_CLOSE_DB
     for row in measured_parts(tested):
         figures = (row["sqnr_db"], row.get("sqnr_db_median"), 2 * judged_db(row))
         if min(figure for figure in figures if figure is not None) < bound_db:

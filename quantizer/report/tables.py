@@ -3,6 +3,7 @@
 import csv
 import io
 import math
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from statistics import mode
@@ -12,11 +13,12 @@ from quantizer.comparison.output_figures import OutputFigures
 from quantizer.config.json_types import JsonMapping, JsonObject
 from quantizer.config.model import QuantizationSpec
 from quantizer.config.roles import base_role
+from quantizer.config.wording import first_names
 from quantizer.evaluation.network_comparison import NetworkComparison
 from quantizer.evaluation.scores import Scores
 from quantizer.graph.ir import Graph, Node
 from quantizer.plan.model import Key, Plan, TensorSpecs
-from quantizer.report.view import TOP_REMEDY, Listing, TableView
+from quantizer.report.view import TOP_REMEDY, Listing, TableRow, TableView
 from quantizer.tables import SEARCHED
 
 _BAR_WIDTH = 20
@@ -179,8 +181,7 @@ def describe_spec(spec: QuantizationSpec) -> str:
         return f"{spec.dtype} {spec.method}"
     words = [spec.dtype, spec.qscheme]
     if is_integer:
-        is_signed = spec.signed and spec.symmetric
-        letters = "int" if is_signed else "uint"
+        letters = "int" if spec.has_signed_codes else "uint"
         words[0] = f"{letters}{spec.bit_width}"
     if spec.has_groups and spec.group_size != -1:
         words.append(str(spec.group_size))
@@ -327,6 +328,40 @@ def layer_table(
     ranks = [0.0 if node.name in roles else None for node in graph.nodes]
     titles = ("layer", "operator", "output", "tensors")
     return view.listing(titles, rows, ranks, idle="in float")
+
+
+def plan_table(plan: Plan, view: TableView) -> Listing:
+    """Return each tensor's spec, or why it stays float, in execution order."""
+    reasons = [(key, f"as {place} says") for key, place in plan.off.items()]
+    reasons += plan.ungrouped.items()
+    rows_in_float: dict[str, list[TableRow]] = {}
+    for (layer, role), reason in reasons:
+        row = (layer, role, f"float: {reason}")
+        rows_in_float.setdefault(layer, []).append(row)
+    rows: list[TableRow] = []
+    ranks: list[float | None] = []
+    for node in plan.graph.nodes:
+        for role, tensor in plan.of_layer(node.name).items():
+            rows.append((node.name, role, describe_spec(tensor.spec)))
+        rows += rows_in_float.get(node.name, [])
+        ranks += [0.0] * (len(rows) - len(ranks))
+        if node.name in plan.floats and node.row.kind != "structural":
+            rows.append((node.name, "activation", why_float(plan.floats[node.name])))
+            ranks.append(None)
+    titles = ("layer", "tensor", "spec")
+    return view.listing(titles, rows, ranks, what="tensor", idle="in float")
+
+
+def format_counts(plan: Plan) -> str:
+    """Return how many tensors of each role have each number format, as a sentence's part.
+
+    Example: "15 activation uint8, 10 weights int8, 10 bias int32, 1 input uint8".
+    """
+    counts: Counter[tuple[str, str]] = Counter()
+    for (_, role), tensor in plan.tensors.items():
+        number_format = describe_spec(tensor.spec).partition(" ")[0]
+        counts[base_role(role), number_format] += 1
+    return first_names([f"{count} {' '.join(words)}" for words, count in counts.most_common()])
 
 
 def why_float(reason: str) -> str:

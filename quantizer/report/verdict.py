@@ -10,14 +10,13 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from quantizer.config.json_types import JsonMapping
-from quantizer.config.roles import base_role, is_parameter
+from quantizer.config.roles import base_role
 from quantizer.graph.modules import Untraced
 from quantizer.graph.names import path_names
-from quantizer.numerics.codes import bits_of
 from quantizer.plan.model import Key, Plan
 from quantizer.plan.resolve import NO_RULES
 from quantizer.plan.size import weight_bytes
-from quantizer.report.next_step import PLACEHOLDER, OptionValues, next_step
+from quantizer.report.next_step import next_step
 from quantizer.report.rows import float_lines, judgement, measured_lines, warning_lines
 from quantizer.report.tables import describe_spec
 from quantizer.storage.process_memory import size_text
@@ -54,16 +53,13 @@ class VerdictFacts:
         float_size: of the float weights, in bytes.
         quantized_size: of the same weights with those that are quantized as codes with scales.
         tested: the content of report.json.
-        data_options: the values of the options about the model's data, by name.
         runtime: a sentence on the speed and the kernels of the file; empty if unknown.
         left_float: the reasons why layers with weights stay in float, by layer.
         gates: a line for each gate, met or not.
         not_met: the gates that do not hold.
         is_failed: whether that is so, or there is an error.
-        weight_bits: the smallest width of quantized weights; None without such weights.
         config: the path of the config.
-        model_option: the value of `--model`; empty in Python.
-        improvement: what would lose less, if the run knows it; empty otherwise.
+        is_in_shell: whether a command has made it.
         notes: what users of the file have to know.
     """
 
@@ -75,15 +71,12 @@ class VerdictFacts:
     quantized_size: int
     tested: JsonMapping
     config: str
-    model_option: str = ""
-    data_options: OptionValues = field(default_factory=dict)
+    is_in_shell: bool = False
     runtime: str = ""
     left_float: Mapping[str, str] = field(default_factory=dict)
     gates: Sequence[str] = ()
     not_met: Sequence[str] = ()
     is_failed: bool = False
-    weight_bits: int | None = None
-    improvement: str = ""
     notes: Sequence[str] = ()
 
     @classmethod
@@ -130,7 +123,6 @@ class VerdictFacts:
             float_size=float_size + untraced.size,
             quantized_size=quantized_size + untraced.size,
             left_float={**left_float, **untraced.reasons},
-            weight_bits=_weight_bits(plan),
             **facts,
         )
 
@@ -186,23 +178,13 @@ def _left_float_of(plan: Plan) -> dict[str, str]:
     return reasons
 
 
-def _weight_bits(plan: Plan) -> int | None:
-    """Return the smallest width of quantized weights; None if there are none."""
-    widths = [
-        bits_of(tensor.spec)
-        for (_, role), tensor in plan.tensors.items()
-        if is_parameter(role) and role != "bias"
-    ]
-    return min(widths, default=None)
-
-
 def verdict(facts: VerdictFacts) -> list[str]:
     """Return at most eight lines of plain words about a run. The first says PASS or FAIL; in
     Python it is left out without gates, as the caller judges.
     """
     lines: list[str] = []
     is_failed = facts.is_failed or bool(facts.not_met) or facts.path is None
-    if facts.gates or facts.model_option or is_failed:
+    if facts.gates or facts.is_in_shell or is_failed:
         lines.append(judgement(facts.gates, is_failed=is_failed))
     text = f"Nothing was written of {facts.model}."
     if facts.path is not None:
@@ -225,17 +207,4 @@ def verdict(facts: VerdictFacts) -> list[str]:
 def _next_step(facts: VerdictFacts) -> str:
     if facts.path is None and not facts.not_met:
         return "the error below says why; run the command again when it is fixed."
-    options = {
-        "config_file": [facts.config],
-        "model": [facts.model_option or PLACEHOLDER],
-        **facts.data_options,
-    }
-    return next_step(
-        facts.tested,
-        facts.config,
-        options,
-        has_model_file=bool(facts.model_option),
-        not_met=facts.not_met,
-        weight_bits=facts.weight_bits,
-        improvement=facts.improvement,
-    ).line
+    return next_step(facts.tested, facts.config, facts.not_met).line

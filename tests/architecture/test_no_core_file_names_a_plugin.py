@@ -37,7 +37,7 @@ EXCEPTIONS = {
 ALWAYS_SAID = {
     # Comments that say what has written a config
     "config/run_config.py",
-    "commands/searching/tuned_run.py",
+    "commands/searching/tune.py",
 }
 
 

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from quantizer.comparison import perplexity
 from quantizer.comparison.perplexity import TokenLoss, next_tokens
 from quantizer.errors import DataError
-from quantizer.evaluation.compare import compare, target_metrics
+from quantizer.evaluation.compare import compare
+from quantizer.evaluation.scores import target_metrics
 from quantizer.graph.tracing.trace import trace
 from quantizer.nn.network import Network
 from quantizer.sources.batches import Batch

@@ -23,7 +23,7 @@ PNG_SIZE = slice(16, 24)
 @pytest.mark.parametrize("picture", PICTURES, ids=lambda picture: picture.stem)
 def test_a_picture_has_the_style_of_the_report(picture: Path) -> None:
     series = charts.Series("line", [1.0, 2.0])
-    drawing = charts.draw_lines([series], ["1", "2"], "dB", title="any")
+    drawing = charts.draw_lines([series], ["1", "2"], "dB", title="any", axis_names=("x", "y"))
     expected = style(in_both_schemes(drawing))
     assert "prefers-color-scheme: dark" in expected
     drawn_as = style(picture.read_text("utf-8"))

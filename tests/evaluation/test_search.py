@@ -28,7 +28,7 @@ from quantizer.commands.searching.search import (
 )
 from quantizer.commands.searching.steps import STEPS
 from quantizer.commands.searching.trials import Change, Figures, Trial
-from quantizer.commands.searching.tuned_run import with_tuning_comments
+from quantizer.commands.searching.tune import with_tuning_comments
 from quantizer.config.algorithms import ConfigChange, ConfigStep
 from quantizer.declarations import Plugin
 from quantizer.errors import DataError, UsageError

@@ -22,7 +22,7 @@ from quantizer.plan.model import Plan
 from quantizer.plan.remarks import plan_remarks
 from quantizer.plan.resolve import resolve_plan
 from quantizer.plan.size import weight_bytes
-from quantizer.report.plan_table import plan_table
+from quantizer.report.tables import plan_table
 from quantizer.report.view import TableView
 
 ROOT = "Residual::Residual/"

@@ -135,9 +135,7 @@ def test_the_next_step_is_that_of_the_terminal(content: dict[str, Any]) -> None:
         quantized_size=0,
         tested=content,
         config="a/net.json",
-        model_option="net.py",
-        data_options={"seed": ["3"]},
-        weight_bits=8,
+        is_in_shell=True,
     )
     for sqnr_db in (CLOSE_DB + 1, CLOSE_DB - 1):
         with_sqnr(content, sqnr_db)

@@ -15,7 +15,12 @@ from quantizer.graph.tracing.trace import trace
 from quantizer.plan.model import Plan
 from quantizer.report.verdict import MAX_LINES, VerdictFacts, verdict
 
+COMMANDS = [
+    "quantizer --quant_mode calib --config_file out/net.json --model net.py",
+    "quantizer --quant_mode test --model net.py",
+]
 TESTED: dict[str, Any] = {
+    "commands": COMMANDS,
     "metrics": {"sqnr_db": 40.0, "top1_drop": 0.0},
     "pairs": {"top1": {"float": 0.9, "quantized": 0.9}},
     "outputs": [{"output": "0", "name": "0", "kind": "float", "sqnr_db": 40.0, "equal": 0.1}],
@@ -25,7 +30,7 @@ OTHER_FACTS: dict[str, Any] = {
     "size": 7_800,
     "tested": TESTED,
     "config": "out/net.json",
-    "model_option": "net.py",
+    "is_in_shell": True,
 }
 FACTS = VerdictFacts(
     model="Net",
@@ -45,18 +50,14 @@ def row(output: str, name: str, sqnr_db: float | None) -> dict[str, Any]:
 
 
 def test_a_good_run() -> None:
-    commands = [
-        "quantizer --quant_mode calib --config_file out/net.json --model net.py",
-        "quantizer --quant_mode test --model net.py",
-    ]
-    assert verdict(replace(FACTS, tested=figures(commands=commands))) == [
+    assert verdict(FACTS) == [
         "NOT JUDGED: no --gate says what has to hold.",
         "Wrote out/Net.onnx: int8 weights, uint8 activations; 8 kB. Weights take 310 kB in "
         "float, 79 kB quantized.",
         "top1 is 0.9, in float 0.9.",
         "The output differs from float by 1 % (SQNR 40.0 dB).",
-        f"Next: check in out/net.json, and repeat this in CI: `{commands[0]}` and "
-        f"`{commands[1]} --gate 'top1_drop<=0.009'`",
+        f"Next: check in out/net.json, and repeat this in CI: `{COMMANDS[0]}` and "
+        f"`{COMMANDS[1]} --gate 'top1_drop<=0.009'`",
     ]
 
 
@@ -73,7 +74,7 @@ def test_a_good_run() -> None:
             "FAIL: the error below says why; gate a>=1: met (2)",
         ),
         # In Python the caller judges
-        ({"model_option": ""}, "Wrote out/Net.onnx: int8 weights"),
+        ({"is_in_shell": False}, "Wrote out/Net.onnx: int8 weights"),
     ],
 )
 def test_the_verdict_begins_with_what_the_gates_say(facts: dict[str, Any], first: str) -> None:
@@ -81,8 +82,9 @@ def test_the_verdict_begins_with_what_the_gates_say(facts: dict[str, Any], first
 
 
 def test_a_path_with_a_space_stays_one_word_of_the_proposed_command() -> None:
-    lost = replace(FACTS, config="my net.json", model_option="my net.py", not_met=["top1>=1"])
     options = "--config_file 'my net.json' --model 'my net.py'"
+    tested = figures(commands=[f"quantizer --quant_mode calib {options}"])
+    lost = replace(FACTS, tested=tested, not_met=["top1>=1"])
     assert f"`quantizer analyze --metric 'top1>=1' {options} --apply`" in verdict(lost)[-1]
 
 
@@ -121,7 +123,8 @@ def test_without_a_task_the_width_of_weights_decides_what_is_low(
     bits: int, sqnr_db: float, is_low: bool
 ) -> None:
     outputs = [row("0", "0", sqnr_db)]
-    facts = replace(FACTS, tested=figures(pairs={}, outputs=outputs), weight_bits=bits)
+    layers = [{"layer": "fc", "tensor": "weights", "bits": bits}]
+    facts = replace(FACTS, tested=figures(pairs={}, outputs=outputs, layers=layers))
     assert ("analyze --tensors" in verdict(facts)[-1]) == is_low
 
 

@@ -217,7 +217,7 @@ def _apply(
     """Make the passes and the plan again if some layers may not absorb biases."""
     if not refused_layers(record):
         return state
-    batches = counted(record["batches"], "calibration batch", "calibration batches")
+    batches = counted(record["batches"], "calibration batch")
     for name, row in record["layers"].items():
         if not row["absorbed"]:
             absorbing = _ratio_text(row["absorbing_db"])

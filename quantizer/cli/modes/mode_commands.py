@@ -103,10 +103,8 @@ def _config_of(options: Options) -> str:
         ResultError: it cannot be written, or the folder is not one for results.
     """
     # As in `calib`
-    from quantizer.config.run_config import RUN_CONFIG
+    from quantizer.config.run_config import RUN_CONFIG, write_config
     from quantizer.results.result_set import mark_result_folder, require_result_folder
-    from quantizer.storage.files import cannot_use
-    from quantizer.storage.replacing import replace_file
 
     folder = from_start(options.output_dir)
     path = folder / RUN_CONFIG
@@ -123,10 +121,6 @@ def _config_of(options: Options) -> str:
         preset = own_preset or DESTINATIONS[name].preset
     require_result_folder(folder)
     mark_result_folder(folder)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        replace_file(path, preset_text(preset).encode())
-    except OSError as error:
-        raise cannot_use(folder, error) from None
+    write_config(path, preset_text(preset))
     say_note(f"there is no --config_file: wrote {shown} from the preset {preset}")
     return str(path)

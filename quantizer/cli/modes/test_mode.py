@@ -27,8 +27,7 @@ from quantizer.cli.terminal.output import (
 from quantizer.config.run_options import require_calibrated_with
 from quantizer.distributed import ALONE, Ranks, require_alike
 from quantizer.errors import GateError, UsageError
-from quantizer.evaluation.compare import same_in_each_pass
-from quantizer.evaluation.scores import Scores, score
+from quantizer.evaluation.scores import Scores, same_in_each_pass, score
 from quantizer.export.targets import FOLDER, layer_choosing_option
 from quantizer.graph.ir import Graph
 from quantizer.report import tables

@@ -10,12 +10,11 @@ import platform
 import re
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any
 
 import click
 
@@ -89,7 +88,7 @@ def set_verbose(ctx: click.Context, parameter: click.Parameter, value: bool) -> 
     if value and not screen().verbose and not ctx.resilient_parsing:
         screen().verbose = True
         _require_one()
-        ctx.find_root().with_resource(_details_on_stderr())
+        ctx.find_root().with_resource(_records_on_stderr(logging.DEBUG, logging.DEBUG))
         _logger.debug(
             "quantizer %s, %s, Python %s",
             __version__,
@@ -117,16 +116,8 @@ class _OneLine(logging.Formatter):
     """Formats a record as one line with escaped control characters."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """Return the message of a record as one line."""
-        return one_line(record.getMessage())
-
-
-class _Detailed(_OneLine):
-    """Formats a record with its part of the package, to distinguish details from notes."""
-
-    def format(self, record: logging.LogRecord) -> str:
         """Return the message. A detail begins with "debug:" and the part of the package."""
-        text = super().format(record)
+        text = one_line(record.getMessage())
         if record.levelno > logging.DEBUG:
             return text
         return f"debug: {record.name.removeprefix('quantizer.')}: {text}"
@@ -171,23 +162,16 @@ def notes_on_stderr(quiet: bool) -> Iterator[None]:
         yield
         return
     level = logging.WARNING if quiet or screen().quiet else logging.INFO
-    with _records_on_stderr(logging.INFO, level, _OneLine):
+    with _records_on_stderr(logging.INFO, level):
         yield
 
 
 @contextmanager
-def _details_on_stderr() -> Iterator[None]:
-    """Print all log records of the package on stderr."""
-    with _records_on_stderr(logging.DEBUG, logging.DEBUG, _Detailed):
-        yield
-
-
-@contextmanager
-def _records_on_stderr(logged: int, shown: int, formatter: Callable[[], Any]) -> Iterator[None]:
+def _records_on_stderr(logged: int, shown: int) -> Iterator[None]:
     """Log records of the level `logged` and above, and print those of `shown` and above."""
     logger = logging.getLogger("quantizer")
     handler = _StderrHandler()
-    handler.setFormatter(formatter())
+    handler.setFormatter(_OneLine())
     handler.setLevel(shown)
     level = logger.level
     propagate = logger.propagate

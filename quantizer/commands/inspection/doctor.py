@@ -19,7 +19,6 @@ import click
 import torch
 from rich.text import Text
 
-from quantizer.calibration import memory_prediction
 from quantizer.cli import session
 from quantizer.cli.arguments.grouped_command import command
 from quantizer.cli.arguments.options import LOOK, Options, takes
@@ -182,8 +181,7 @@ def _check_model(options: Options, config: ResolvedConfig | None) -> Iterator[Ch
             yield _plan("error", error.message, error.help or "")
         else:
             yield _plan("ok", f"{checked.words} can hold the network")
-    data = memory_prediction.BatchSizes(traced.size, traced.batches or 1, options.memory)
-    peaks = peaks_of(plan, config, data, traced, finetuned=False)
+    peaks = peaks_of(plan, config, traced, options.memory, finetuned=False)
     yield from check_memory(peaks.items())
     if plan.corrected:
         text = f"bias correction of {counted(len(plan.corrected), 'layer')} "

@@ -33,9 +33,8 @@ from quantizer.plan.model import Plan
 from quantizer.plan.remarks import left_parameters, share_left
 from quantizer.plan.size import peak_activation_bytes, weight_bytes
 from quantizer.printable import json_text
-from quantizer.report.plan_table import plan_table
-from quantizer.report.tables import rule_table
-from quantizer.report.view import Listing, TableView
+from quantizer.report.tables import plan_table, rule_table
+from quantizer.report.view import TableView
 from quantizer.storage import process_memory
 from quantizer.storage.files import write_json
 
@@ -77,8 +76,7 @@ def plan(options: Options) -> None:
     before, after = weight_bytes(planned)
     size = traced.size
     activations = peak_activation_bytes(planned.graph, size)
-    data = memory_prediction.BatchSizes(size, traced.batches or 1, options.memory)
-    peaks = peaks_of(planned, read.config, data, traced, finetuned=bool(finetuned))
+    peaks = peaks_of(planned, read.config, traced, options.memory, finetuned=bool(finetuned))
     outputs = output_parts(original)
     content = planned.to_json() | {
         "outputs": named_outputs(outputs),
@@ -126,12 +124,15 @@ def plan(options: Options) -> None:
 def peaks_of(
     plan: Plan,
     config: ResolvedConfig,
-    data: memory_prediction.BatchSizes,
     traced: TracedModel,
+    memory: int | None,
     *,
     finetuned: bool,
 ) -> dict[str, int | None]:
-    """Return the predicted peak of memory of each mode, in bytes."""
+    """Return the predicted peak of memory of each mode, in bytes; `memory` is that of
+    `--memory`.
+    """
+    data = memory_prediction.BatchSizes(traced.size, traced.batches or 1, memory)
     tested = data.size if traced.tested is None else traced.tested
     calib = memory_prediction.calibration_bytes(plan, config, data, finetuned=finetuned)
     test = memory_prediction.comparison_bytes(plan.graph, plan.specs, tested, data.batches)
@@ -158,7 +159,8 @@ def _show_refused(refused: dict[str, list[Refusal]], model: str, view: TableView
         rows = []
         for refusal in refusals:
             rows.append((refusal.layer or model, refusal.role, refusal.why))
-        output.console(exact=view.is_exact).print(refusal_table(rows, view))
+        table = view.listing(("layer", "tensor", "reason"), rows, what="tensor")
+        output.console(exact=view.is_exact).print(table)
 
 
 def _show(
@@ -228,8 +230,3 @@ def output_lines(outputs: Iterable[Output]) -> Iterator[str]:
         if len(texts) != 1:
             line += f", in {len(texts)} parts: {', '.join(texts)}"
         yield line
-
-
-def refusal_table(rows: Iterable[tuple[str, str, str]], view: TableView) -> Listing:
-    """Return the tensors that a target cannot hold, and why."""
-    return view.listing(("layer", "tensor", "reason"), list(rows), what="tensor")

@@ -2,39 +2,33 @@
 
 from quantizer.declarations import Command, Plugin
 
-_DOCTOR = Command(
-    "quantizer.commands.inspection.doctor:doctor",
-    "Check machine, config, data and model before a run.",
-    7,
-)
-_INSPECT = Command(
-    "quantizer.commands.inspection.inspect:inspect",
-    "List the layers of a model and what can be quantized.",
-    8,
-)
-_PLAN = Command(
-    "quantizer.commands.inspection.plan:plan",
-    "Show what a config does to a model, without calibrating.",
-    9,
-)
-_TARGETS = Command(
-    "quantizer.commands.inspection.targets:targets",
-    "List the names of --to: what each makes, for which engine.",
-    3,
-)
-_DIFF = Command(
-    "quantizer.commands.inspection.diff:diff",
-    "Show what differs between two configs or two result folders.",
-    14,
-)
-
 PLUGIN = Plugin(
     "inspection",
     commands={
-        "doctor": _DOCTOR,
-        "inspect": _INSPECT,
-        "plan": _PLAN,
-        "diff": _DIFF,
-        "targets": _TARGETS,
+        "doctor": Command(
+            "quantizer.commands.inspection.doctor:doctor",
+            "Check machine, config, data and model before a run.",
+            7,
+        ),
+        "inspect": Command(
+            "quantizer.commands.inspection.inspect:inspect",
+            "List the layers of a model and what can be quantized.",
+            8,
+        ),
+        "plan": Command(
+            "quantizer.commands.inspection.plan:plan",
+            "Show what a config does to a model, without calibrating.",
+            9,
+        ),
+        "diff": Command(
+            "quantizer.commands.inspection.diff:diff",
+            "Show what differs between two configs or two result folders.",
+            14,
+        ),
+        "targets": Command(
+            "quantizer.commands.inspection.targets:targets",
+            "List the names of --to: what each makes, for which engine.",
+            3,
+        ),
     },
 )

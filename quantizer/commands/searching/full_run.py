@@ -27,12 +27,7 @@ from quantizer.commands.searching.divided_data import data_of_run, divide_data
 from quantizer.commands.searching.module_run import RunOnModules, require_weights_only
 from quantizer.commands.searching.run import RunOptions
 from quantizer.commands.searching.trials import watched_data
-from quantizer.commands.searching.tuned_run import (
-    TUNED_CONFIG,
-    FinishedRun,
-    loses_most,
-    tune_config,
-)
+from quantizer.commands.searching.tune import TUNED_CONFIG, FinishedRun, loses_most, tune_config
 from quantizer.config.load import load_preset
 from quantizer.config.run_config import MadeFor, restored_if_refused
 from quantizer.errors import UntraceableError, UsageError

@@ -28,7 +28,7 @@ from quantizer.cli.run_folder import log_run
 from quantizer.cli.terminal.follow import progress, run_display
 from quantizer.cli.terminal.output import Outcome, metric_lines
 from quantizer.cli.terminal.render import say_note
-from quantizer.commands.searching.tuned_run import FinishedRun
+from quantizer.commands.searching.tune import FinishedRun
 from quantizer.comparison.output_comparison import require_same_shape
 from quantizer.comparison.output_figures import OutputFigures, PartFigures, leaves
 from quantizer.comparison.samples import SampleFinder
@@ -43,11 +43,16 @@ from quantizer.errors import (
     UsageError,
     VerificationError,
 )
-from quantizer.evaluation.compare import judged_on, over_batches, same_in_each_pass
-from quantizer.evaluation.network_comparison import NetworkComparison
+from quantizer.evaluation.compare import over_batches, record_predictions
+from quantizer.evaluation.network_comparison import NetworkComparison, in_pairs
 from quantizer.evaluation.output_warnings import sample_warnings
-from quantizer.evaluation.paired_run import record_predictions
-from quantizer.evaluation.scores import Scores, in_pairs, log_warnings, measure
+from quantizer.evaluation.scores import (
+    Scores,
+    judged_on,
+    log_warnings,
+    measure,
+    same_in_each_pass,
+)
 from quantizer.export.agreement import Verification
 from quantizer.export.destinations import DESTINATIONS
 from quantizer.export.exporting import export_modules, export_summary, figures_of_file

@@ -4,20 +4,23 @@ better config.
 
 from quantizer.declarations import Command, Plugin
 
-_RUN = Command(
-    "quantizer.commands.searching.run:run",
-    "Quantize a model: config, calibration, test and export.",
-    2,
+PLUGIN = Plugin(
+    "searching",
+    commands={
+        "run": Command(
+            "quantizer.commands.searching.run:run",
+            "Quantize a model: config, calibration, test and export.",
+            2,
+        ),
+        "analyze": Command(
+            "quantizer.commands.searching.analyze:analyze",
+            "Measure how few bits each layer tolerates, and choose widths.",
+            11,
+        ),
+        "tune": Command(
+            "quantizer.commands.searching.tune:tune",
+            "Change a config until gates hold, from cheap to dear.",
+            12,
+        ),
+    },
 )
-_ANALYZE = Command(
-    "quantizer.commands.searching.analyze:analyze",
-    "Measure how few bits each layer tolerates, and choose widths.",
-    11,
-)
-_TUNE = Command(
-    "quantizer.commands.searching.tune:tune",
-    "Change a config until gates hold, from cheap to dear.",
-    12,
-)
-
-PLUGIN = Plugin("searching", commands={"run": _RUN, "analyze": _ANALYZE, "tune": _TUNE})

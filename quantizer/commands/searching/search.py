@@ -15,9 +15,12 @@ from typing import Any
 
 from quantizer.commands.searching.trials import Change, Figures, SearchContext, Trial, plan_of
 from quantizer.config.diagnostics import ConfigError
+from quantizer.config.json_types import JsonObject
 from quantizer.errors import QuantizerError, UsageError
 from quantizer.plan.fit.fitted_config import why_algorithm_is_idle
 from quantizer.plan.model import Plan
+from quantizer.report.tables import finite_row, number_text
+from quantizer.report.view import Listing
 
 # The results of steps
 START = "start"
@@ -28,6 +31,8 @@ NOT_TRIED = "not tried"
 # A reason
 OUT_OF_TIME = "the time was up"
 NO_CHANGE = "changes nothing in this model"
+_MAX_REASON = 150
+"""Characters of a reason; tune.json has all of it."""
 
 
 class OutOfTimeError(Exception):
@@ -310,3 +315,91 @@ def _effect(trial: Trial, plan: Plan) -> tuple[Any, ...]:
     settings = replace(trial.config.settings, include_cle=False, places={})
     algorithms = [algorithm.settings for algorithm in trial.config.algorithms]
     return plan.specs, settings, algorithms, plan.graph.changes, trial.fast_finetune
+
+
+def search_table(search: Search) -> Listing:
+    """Return a table with a row for each step that was measured."""
+    metrics = [gate.metric for gate in search.context.gates]
+    columns = list(dict.fromkeys((*metrics, "sqnr_db")))
+    lines = []
+    for row in search.rows:
+        if row.figures is None:
+            continue
+        texts = []
+        for metric in columns:
+            value = row.figures.gated.get(metric)
+            texts.append(number_text(value, ".5g"))
+        megabytes = f"{row.figures.weight_bytes / 1e6:.3f}"
+        cost = (megabytes, str(row.tests), f"{row.seconds:.1f}")
+        lines.append((row.step, *texts, *cost, row.result))
+    titles = ("step", *columns, "MB", "tests", "s", "result")
+    layouts = (titles, ("step", *columns, "MB", "s", "result"), ("step", *columns, "result"))
+    return Listing(titles, lines, frozenset(titles[1:-1]), layouts)
+
+
+def result_lines(search: Search, data: str, config: str) -> Iterator[str]:
+    """Yield lines about what was changed, what was not tried and why, and the time.
+
+    Args:
+        search: with all its rows.
+        data: a sentence on the data; empty if there is nothing to say.
+        config: the path of the written config.
+    """
+    if search.figures.is_met and not search.changes:
+        yield "all gates hold with the config as it is"
+    for gate in search.figures.missed_by_float:
+        yield f"{NOT_TRIED}: any change: the float network does not meet {gate} either"
+    for change in search.changes:
+        yield f"{KEPT}: {change}"
+    for reason, steps in _not_tried(search.rows).items():
+        yield f"{NOT_TRIED}: {', '.join(steps)}: {reason}"
+    if data:
+        yield f"data: {data}"
+    yield f"config: {config}"
+    mode = search.best.fast_finetune
+    if mode is not None:
+        yield f"calibrate with --fast_finetune {mode}, too: it is an option"
+
+
+def _not_tried(rows: Sequence[Row]) -> dict[str, list[str]]:
+    """Return the steps that were not tried, by their reason."""
+    steps_by_reason: dict[str, list[str]] = {}
+    for row in rows:
+        if row.result != NOT_TRIED:
+            continue
+        reason = "; ".join(row.reasons)
+        if len(reason) > _MAX_REASON:
+            reason = f"{reason[:_MAX_REASON]}…"
+        steps_by_reason.setdefault(reason, []).append(row.step)
+    return steps_by_reason
+
+
+def search_json(search: Search) -> JsonObject:
+    """Return a search for programs."""
+    return {
+        "gates": [gate.text for gate in search.context.gates],
+        "met": search.figures.is_met,
+        "missed_by_float": list(search.figures.missed_by_float),
+        "out_of_time": search.is_out_of_time,
+        "changes": search.changes,
+        "fast_finetune": search.best.fast_finetune,
+        "steps": [_row_json(row) for row in search.rows],
+    }
+
+
+def _row_json(row: Row) -> JsonObject:
+    content: JsonObject = {
+        "step": row.step,
+        "cost": row.cost,
+        "result": row.result,
+        "change": row.change,
+        "reasons": list(row.reasons),
+        "tests": row.tests,
+        "seconds": round(row.seconds, 2),
+    }
+    if row.figures is not None:
+        shortfall = math.fsum(row.figures.shortfalls)
+        figures = {"weight_bytes": row.figures.weight_bytes, "shortfall": shortfall}
+        content |= finite_row(figures)
+        content["metrics"] = finite_row(row.figures.gated)
+    return content

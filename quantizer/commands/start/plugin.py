@@ -2,16 +2,21 @@
 
 from quantizer.declarations import Command, Plugin
 
-_DEMO = Command(
-    "quantizer.commands.start.start:demo",
-    "Write a small trained example to try the commands on.",
-    1,
+PLUGIN = Plugin(
+    "start",
+    commands={
+        "demo": Command(
+            "quantizer.commands.start.start:demo",
+            "Write a small trained example to try the commands on.",
+            1,
+        ),
+        "init": Command(
+            "quantizer.commands.start.start:init", "Write a config to start from.", 3
+        ),
+        "convert": Command(
+            "quantizer.commands.start.start:convert",
+            "Convert a config to the other form, layered or hierarchical.",
+            5,
+        ),
+    },
 )
-_INIT = Command("quantizer.commands.start.start:init", "Write a config to start from.", 3)
-_CONVERT = Command(
-    "quantizer.commands.start.start:convert",
-    "Convert a config to the other form, layered or hierarchical.",
-    5,
-)
-
-PLUGIN = Plugin("start", commands={"demo": _DEMO, "init": _INIT, "convert": _CONVERT})

@@ -310,14 +310,10 @@ def _not_hierarchical(stated: Mapping[Role, Fields]) -> Diagnostics:
             place = stated[role][name].place if name in stated[role] else None
             help_ = _KEEP
             if name == "method":
-                known = [word for word in RANGE_METHODS if _has_observer(spec, word)]
+                others = {word: replace(spec, method=word) for word in RANGE_METHODS}
+                known = [word for word in others if observer_word(others[word]) is not None]
                 help_ = f"keep the layered form, or write {joined(known, 'or')}"
             yield inexpressible(f"{_WORDS[name]} {text}", place, help_)
-
-
-def _has_observer(spec: QuantizationSpec, method: str) -> bool:
-    """Return whether the form has an observer of a method for the granularity of a spec."""
-    return observer_word(replace(spec, method=method)) is not None
 
 
 def _limits(spec: QuantizationSpec) -> Iterator[tuple[str, str]]:

@@ -63,7 +63,7 @@ class Axes:
     """The axes and the legend of a drawing.
 
     Attributes:
-        x_name, y_name: what the axes show, with units; empty to show nothing.
+        x_name, y_name: what the axes show, with units.
         x, y: scales of the values. `y` counts from the bottom.
         x_ticks, y_ticks: the numbers at the axes.
         legend: what marks of a colour stand for, with the class of the colour.
@@ -74,15 +74,15 @@ class Axes:
     y_name: str
     x: Scale
     y: Scale
-    x_ticks: Sequence[Tick] = ()
-    y_ticks: Sequence[Tick] = ()
-    legend: Sequence[tuple[str, str]] = ()
+    x_ticks: Sequence[Tick]
+    y_ticks: Sequence[Tick]
+    legend: Sequence[tuple[str, str]]
     rows: int = 0
 
     @property
     def rows_top(self) -> float:
         """Return where the lines of text above the data begin."""
-        return ROW * (bool(self.y_name) + len(self.legend))
+        return ROW * (1 + len(self.legend))
 
     @property
     def top(self) -> float:
@@ -112,18 +112,16 @@ class Axes:
             parts: the data.
             hover: the attributes with the texts to read values by.
         """
-        labels = [fragment(self.y_name)] if self.y_name else []
+        labels = [fragment(self.y_name)]
         for label, kind in self.legend:
             labels.append(fragment(element("tspan", "■", class_=kind), f" {label}"))
         names = [
             element("text", label, x=0, y=ROW * index + _BASELINE)
             for index, label in enumerate(labels)
         ]
-        height = self.bottom + ROW * bool(self.x_ticks)
-        if self.x_name:
-            y = f"{height + _BASELINE:.0f}"
-            names.append(element("text", self.x_name, x=WIDTH, y=y, text_anchor="end"))
-            height += ROW
+        y = f"{self.bottom + ROW + _BASELINE:.0f}"
+        names.append(element("text", self.x_name, x=WIDTH, y=y, text_anchor="end"))
+        height = self.bottom + 2 * ROW
         return element(
             "svg",
             element("title", title),

@@ -216,9 +216,9 @@ def draw_lines(
     unit: str,
     *,
     title: str,
+    axis_names: tuple[str, str],
     height: int = 150,
     has_points: bool = True,
-    axis_names: tuple[str, str] = ("", ""),
     positions: Sequence[int] | None = None,
 ) -> Markup:
     """Return lines of values by position, or empty markup if there is no value.
@@ -228,9 +228,9 @@ def draw_lines(
         names: of the positions, for the texts that are shown when the mouse is over them.
         unit: of the values.
         title: of the drawing.
+        axis_names: of the horizontal and the vertical axis.
         height: of the area of the lines.
         has_points: whether values are also drawn as circles.
-        axis_names: of the horizontal and the vertical axis.
         positions: along the horizontal axis, ascending; by default 1, 2, 3 ...
     """
     if positions is None:
@@ -256,7 +256,7 @@ def draw_curve(
     names: tuple[str, str],
     *,
     title: str,
-    axis_names: tuple[str, str] = ("", ""),
+    axis_names: tuple[str, str],
 ) -> Markup:
     """Return points that are joined by a line, and other points.
 

@@ -10,6 +10,7 @@ from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from quantizer.config.json_types import JsonMapping, JsonObject
+from quantizer.config.wording import joined
 from quantizer.evaluation.output_warnings import NOTES
 from quantizer.evaluation.scores import MAX_RELATIVE_CHANGE
 from quantizer.printable import Markup, fragment, with_code
@@ -145,8 +146,7 @@ def absent_kinds(lists: Mapping[str, Sequence[str]]) -> str:
     'always zero or in float'
     """
     absent = [reason for reason, names in lists.items() if not names]
-    head = ", ".join(absent[:-1])
-    return " or ".join(filter(None, [head, *absent[-1:]]))
+    return joined(absent, "or") if absent else ""
 
 
 def remarks(content: JsonMapping) -> list[str]:
