@@ -14,7 +14,7 @@ from quantizer.config.wording import did_you_mean, joined
 from quantizer.declarations import FILE_SIZE, LATENCY
 from quantizer.errors import ModelError, UsageError, VerificationError
 from quantizer.export.exporter import exporter_of, new_files
-from quantizer.export.refusals import refused_by_libraries, require_expressible
+from quantizer.export.refusals import refused_by_libraries, require_expressible, require_extras
 from quantizer.export.targets import CHECKED_TARGETS, EXPORTERS, checked_target
 from quantizer.plugins import loaded
 from quantizer.storage.folder_list import LIST_FILE
@@ -47,8 +47,9 @@ def export_modules(model: nn.Module, folder: Path, batches: Iterable[Batch]) -> 
         QuantizerError: the exporter of the target raises it.
         UsageError: no plug-in is there that writes such models.
     """
-    for row in EXPORTERS.values():
+    for name, row in EXPORTERS.items():
         if row.modules_exporter:
+            require_extras([name])
             return cast("Verification", loaded(row.modules_exporter)(model, folder, batches))
     raise UsageError(
         "no plug-in is there that writes a model that was quantized in place",

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor, nn
 
 from quantizer.config.wording import first_names
-from quantizer.export.compressed_tensors.cache import CompressedCache, compressed_cache
 from quantizer.export.compressed_tensors.engine_layers import (
     Mixture,
     fused_names,
@@ -21,10 +20,14 @@ from quantizer.export.compressed_tensors.placement import (
     place_codes,
     value_layers,
 )
-from quantizer.export.compressed_tensors.schemes import CompressedLayer
+from quantizer.export.compressed_tensors.schemes import (
+    CompressedCache,
+    CompressedLayer,
+    compressed_cache,
+)
 from quantizer.export.deployment import Deployment
 from quantizer.export.exporter import Exporter, Written
-from quantizer.export.model_tensors import (
+from quantizer.export.transformers_models import (
     cannot_store,
     model_of,
     parameter_values,

@@ -41,8 +41,8 @@ from quantizer.export.mobile.rewrites import (
     infer_batches,
     rewrite,
 )
-from quantizer.export.mobile.tflite_file import TfliteFile
-from quantizer.export.mobile.tflite_kernels import (
+from quantizer.export.mobile.tflite_file import (
+    TfliteFile,
     code_weights,
     compute_in_float,
     drop_factors,
