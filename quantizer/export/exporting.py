@@ -300,14 +300,8 @@ def export_summary(target: str, path: Path, verified: Verification) -> dict[str,
         }
     speed = None if session is None else session.speed
     if speed is not None:
-        summary["speed"] = {
-            "ratio": speed.ratio,
-            "low": speed.low,
-            "high": speed.high,
-            "rounds": speed.rounds,
-            "is_clear": speed.is_clear,
-            "text": speed.text,
-        }
+        facts = ("ratio", "low", "high", "rounds", "is_clear", "text")
+        summary["speed"] = {name: getattr(speed, name) for name in facts}
     return summary
 
 
@@ -317,7 +311,8 @@ def _checks(target: str, verified: Verification) -> list[dict[str, Any]]:
     """
     reader = EXPORTERS[target].reader
     session = verified.default_session
-    agreeing: list[tuple[str, str]] = []
+    # Without the agreement of the reader no file is written
+    rows: list[tuple[str, bool, str]] = []
     if session is not None:
         sentences = [session.figures()]
         if session.kernels is not None:
@@ -327,10 +322,8 @@ def _checks(target: str, verified: Verification) -> list[dict[str, Any]]:
         settings = "default settings"
         if session.kernels is not None and not session.kernels.is_run:
             settings = "without kernels of integers"
-        agreeing.append((f"{reader}, {settings}", "; ".join(sentences)))
+        rows.append((f"{reader}, {settings}", True, "; ".join(sentences)))
         reader = f"{reader}, {EXPORTERS[target].plainly}"
-    agreeing.append((reader, verified.figures()))
-    # Without the agreement of these engines no file is written
-    rows = [(engine, True, text) for engine, text in agreeing]
+    rows.append((reader, True, verified.figures()))
     rows += [(check.engine, check.agrees, check.line) for check in verified.engines]
     return [{"engine": engine, "agrees": agrees, "text": text} for engine, agrees, text in rows]

@@ -1,6 +1,7 @@
-"""What the targets for models of transformers share: the tensors of a model by name, with the
-values of the quantized network; what files with them have no place for; and the comparison of
-what transformers loads on the CPU with test mode.
+"""Holds what the targets for models of transformers share.
+
+It finds the tensors of a model by name, with the values of the quantized network, and what
+files have no place for. It compares what transformers loads on the CPU with test mode.
 """
 
 import logging

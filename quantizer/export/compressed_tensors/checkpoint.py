@@ -21,6 +21,7 @@ from quantizer.export.compressed_tensors.placement import (
     value_layers,
 )
 from quantizer.export.compressed_tensors.schemes import (
+    INT8_CACHE_REMARK,
     CompressedCache,
     CompressedLayer,
     compressed_cache,
@@ -187,8 +188,8 @@ def checkpoint_of_network(
         *build_remarks(solution.specs, placement),
     ]
     cache = compressed_cache(deployment.graph, solution.tensors, model)
-    if cache is not None:
-        remarks += cache.remarks
+    if cache is not None and cache.spec.dtype == "int":
+        remarks.append(INT8_CACHE_REMARK)
     checkpoint = complete_checkpoint(layers, tensors, remarks, model, deployment.graph)
     return with_experts(replace(checkpoint, cache=cache), model, stacks)
 

@@ -175,19 +175,16 @@ def _int8_layout(weight: QuantizedTensor, codes: Tensor) -> dict[str, Tensor]:
 
 
 def _fp8_layout(weight: QuantizedTensor, codes: Tensor) -> dict[str, Tensor]:
-    if weight.spec.qscheme == "per_tensor":
+    """Return codes with scales, of mxfp8 as exponents plus 127."""
+    if weight.spec.scale_type == "e8m0":
+        scale = pack_scales(weight.scale, "e8m0")["scale"]
+    elif weight.spec.qscheme == "per_tensor":
         scale = weight.scale.reshape(1)
     elif weight.spec.qscheme == "per_block":
         scale = weight.scale
     else:
         scale = scales_by_row(weight.scale, codes)
     return {"weight": codes, "weight_scale": scale}
-
-
-def _mxfp8_layout(weight: QuantizedTensor, codes: Tensor) -> dict[str, Tensor]:
-    """Return codes with scales that are exponents plus 127."""
-    scales = pack_scales(weight.scale, weight.spec.scale_type)
-    return {"weight": codes, "weight_scale": scales["scale"]}
 
 
 def _fp4_layout(
@@ -209,7 +206,7 @@ _LAYOUTS = {
     PACKED_FORMAT: _packed_layout,
     _INT8_FORMAT: _int8_layout,
     _FP8_FORMAT: _fp8_layout,
-    MXFP8_FORMAT: _mxfp8_layout,
+    MXFP8_FORMAT: _fp8_layout,
 }
 
 
@@ -259,7 +256,7 @@ _PROJECTIONS = frozenset({"k_proj", "v_proj", "qkv_proj", "kv_b_proj"})
 _SCALE_NAMES: Mapping[Part, str] = {"key": "k_scale", "value": "v_scale"}
 _ALIKE_HELP = "give *.k_proj and *.v_proj the same entry in kv_cache_quant_config"
 _NO_CACHE = "leave kv_cache_quant_config out, or use <--deploy pt2>"
-_INT8_REMARK = "the key-value cache is int8, and vLLM and SGLang have only fp8 there"
+INT8_CACHE_REMARK = "the key-value cache is int8, and vLLM and SGLang have only fp8 there"
 _CACHE_LIMITS = (
     Limit(
         lambda spec: spec.dtype in ("int", "fp8_e4m3") and spec.bit_width == 8,
@@ -301,11 +298,6 @@ class CompressedCache:
             "strategy": strategy,
             "dynamic": self.spec.is_dynamic,
         }
-
-    @property
-    def remarks(self) -> tuple[str, ...]:
-        """Return a sentence on engines that do not load it, if there are any."""
-        return (_INT8_REMARK,) if self.spec.dtype == "int" else ()
 
 
 def cached_keys(graph: Graph, specs: TensorSpecs) -> dict[Key, CachedValue]:

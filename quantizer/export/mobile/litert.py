@@ -81,11 +81,7 @@ class LitertExporter(MobileExporter):
         "LiteRT", compiler="litert-torch", has_least_code=False, float_axes=(0, 1, 2)
     )
     form = ProgramForm(
-        "int8",
-        is_shared=False,
-        weight_codes=(-127, 127),
-        requantizes=True,
-        has_stable_sort=False,
+        "int8", weight_codes=(-127, 127), requantizes=True, has_stable_sort=False
     )
 
     def load(self, program: ExportedProgram) -> None:

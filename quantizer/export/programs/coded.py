@@ -21,7 +21,7 @@ from torch.nn.functional import conv2d, linear, pad
 from quantizer.calibration.solution import Solution
 from quantizer.config.model import QuantizationSpec
 from quantizer.config.roles import base_role, is_parameter, parameter_name
-from quantizer.export.arithmetic import input_key
+from quantizer.export.arithmetic import input_key, is_narrow
 from quantizer.export.deployment import Deployment
 from quantizer.export.programs.program import export_program
 from quantizer.graph.ir import Graph, Node
@@ -103,8 +103,7 @@ def has_operators(spec: QuantizationSpec, dtype: torch.dtype | None) -> bool:
     """Return whether an activation is integers of at most 8 bits with one static scale."""
     if dtype not in (torch.float32, torch.float16, torch.bfloat16):
         return False
-    is_narrow_integer = spec.dtype == "int" and spec.bit_width <= 8
-    return is_narrow_integer and spec.qscheme == "per_tensor" and not spec.is_dynamic
+    return is_narrow(spec) and spec.qscheme == "per_tensor" and not spec.is_dynamic
 
 
 class Weight(nn.Module):
@@ -270,7 +269,6 @@ class ProgramForm:
         decoded: the layers whose weights float operators decode from codes, so that no integer
             kernel matches them.
         constant: the layers whose weights are constants in float.
-        is_shared: whether all readers of a value share its dequantization.
         weight_codes: the least and greatest code that the operators of weights state; those of
             the spec if None.
         requantizes: whether weights are constants in float that an operator quantizes.
@@ -284,7 +282,6 @@ class ProgramForm:
     activations: str
     decoded: frozenset[str] = frozenset()
     constant: frozenset[str] = frozenset()
-    is_shared: bool = True
     weight_codes: tuple[int, int] | None = None
     requantizes: bool = False
     has_transposed: bool = False
@@ -320,7 +317,7 @@ def coded_program(
         most_samples=form.most_samples,
     )
     _state_floats(program)
-    if not form.is_shared:
+    if form.activations == "int8":
         _dequantize_for_each(program)
     return program
 
@@ -338,7 +335,7 @@ def _state_floats(program: ExportedProgram) -> None:
 
 
 def _dequantize_for_each(program: ExportedProgram) -> None:
-    """Give each reader its own dequantization, the output too.
+    """Give each reader its own dequantization, the output too, in programs of int8.
 
     XNNPACK's partitions cannot share one, and LiteRT's converter loses the layout of a shared
     one.
