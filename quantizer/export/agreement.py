@@ -13,6 +13,7 @@ from torch import Tensor
 from quantizer.comparison.noise import Noise
 from quantizer.comparison.output_comparison import OutputComparison, Recorder
 from quantizer.config.wording import counted
+from quantizer.errors import VerificationError
 from quantizer.evaluation.exact import LayerCodes
 from quantizer.export.part_agreement import WITHIN, PartAgreement
 from quantizer.export.performance import Kernels, Speed
@@ -122,9 +123,7 @@ class Verification:
     @property
     def used_kernels(self) -> Kernels | None:
         """Return the kernels of the runtime as users run it; None if they are not known."""
-        if self.default_session is not None:
-            return self.default_session.kernels
-        return self.kernels
+        return (self.default_session or self).kernels
 
     @property
     def in_runtime(self) -> tuple[str, Mapping[str, str] | None]:
@@ -283,14 +282,16 @@ class Agreement:
         NaN and infinity equal themselves. Complex numbers are pairs of reals.
 
         Raises:
-            ValueError: the number of tensors or a shape differs.
+            ValueError: the number of tensors differs.
+            VerificationError: a shape differs.
         """
         pairs = zip(map(_in_reals, expected), map(_in_reals, actual), strict=True)
         for index, (ours, theirs) in enumerate(pairs):
             if ours.shape != theirs.shape:
-                raise ValueError(
-                    f"The file gives shape {tuple(theirs.shape)} where test mode gives "
-                    f"{tuple(ours.shape)}."
+                names = dict(enumerate(output.name for output in self.outputs))
+                raise VerificationError(
+                    f"output {names.get(index, index)} has the shape {list(theirs.shape)}, and "
+                    f"{list(ours.shape)} in test mode"
                 )
             if index == 0 and ours.dim() == 2 and ours.shape[1] > 1:
                 self._rows += len(ours)
@@ -362,7 +363,8 @@ def verify(compared: str, expected: Iterable[Tensor], actual: Iterable[Tensor]) 
     Only one pair is in memory at a time if the iterables are lazy.
 
     Raises:
-        ValueError: the number of tensors or a shape differs.
+        ValueError: the number of tensors differs.
+        VerificationError: a shape differs.
     """
     agreement = Agreement(compared)
     for ours, theirs in zip(expected, actual, strict=True):

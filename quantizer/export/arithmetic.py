@@ -204,9 +204,9 @@ def with_runtime_biases(
     if not steps:
         return solution
     network = move_module(quantized_network(graph, solution), _ON_CPU)
-    coarser = _with_coarser_scales(solution, steps, network)
-    if coarser is not solution:
-        solution = coarser
+    coarser = _coarser_weights(solution, steps, network)
+    if coarser:
+        solution = replace(solution, tensors={**solution.tensors, **coarser})
         steps = sum_steps(graph, solution, form)
         network = move_module(quantized_network(graph, solution), _ON_CPU)
     corrections = dict(solution.corrections)
@@ -222,25 +222,23 @@ def _bias_of(network: Network, layer: str) -> Tensor:
     return network.layers[layer].get_parameter("bias").detach()
 
 
-def _with_coarser_scales(
+def _coarser_weights(
     solution: Solution, steps: Mapping[str, Tensor], network: Network
-) -> Solution:
-    """Return coarser scales for channels whose biases would fill more than half of int32; the
-    same solution if there are none.
+) -> dict[Key, QuantizedTensor]:
+    """Return the weights with channels whose biases would fill more than half of int32, with
+    coarser scales for these channels.
     """
-    tensors = dict(solution.tensors)
-    is_changed = False
+    coarser: dict[Key, QuantizedTensor] = {}
     for layer, step in steps.items():
         excess = _bias_of(network, layer).abs() / step / MAX_SUM_BIAS
         if step.dim() and bool((excess > 1).any()):
             factor = excess.clamp(min=1)
-            weights = tensors[layer, "weights"]
+            weights = solution.tensors[layer, "weights"]
             if weights.spec.scale_type == "poweroftwo":
                 factor = factor.log2().ceil().exp2()
             axis = int(network.graph.by_name[layer].row.transposed)
-            tensors[layer, "weights"] = _coarser(weights, factor, axis)
-            is_changed = True
-    return replace(solution, tensors=tensors) if is_changed else solution
+            coarser[layer, "weights"] = _coarser(weights, factor, axis)
+    return coarser
 
 
 def _coarser(weights: QuantizedTensor, factor: Tensor, axis: int) -> QuantizedTensor:

@@ -14,7 +14,7 @@ from quantizer.config.wording import did_you_mean, joined
 from quantizer.declarations import FILE_SIZE, LATENCY
 from quantizer.errors import ModelError, UsageError, VerificationError
 from quantizer.export.exporter import exporter_of, new_files
-from quantizer.export.refusals import refused_by_libraries, require_expressible
+from quantizer.export.refusals import refused_by_libraries, require_expressible, require_extras
 from quantizer.export.targets import CHECKED_TARGETS, EXPORTERS, checked_target
 from quantizer.plugins import loaded
 from quantizer.storage.folder_list import LIST_FILE
@@ -47,8 +47,9 @@ def export_modules(model: nn.Module, folder: Path, batches: Iterable[Batch]) -> 
         QuantizerError: the exporter of the target raises it.
         UsageError: no plug-in is there that writes such models.
     """
-    for row in EXPORTERS.values():
+    for name, row in EXPORTERS.items():
         if row.modules_exporter:
+            require_extras([name])
             return cast("Verification", loaded(row.modules_exporter)(model, folder, batches))
     raise UsageError(
         "no plug-in is there that writes a model that was quantized in place",
@@ -299,14 +300,8 @@ def export_summary(target: str, path: Path, verified: Verification) -> dict[str,
         }
     speed = None if session is None else session.speed
     if speed is not None:
-        summary["speed"] = {
-            "ratio": speed.ratio,
-            "low": speed.low,
-            "high": speed.high,
-            "rounds": speed.rounds,
-            "is_clear": speed.is_clear,
-            "text": speed.text,
-        }
+        facts = ("ratio", "low", "high", "rounds", "is_clear", "text")
+        summary["speed"] = {name: getattr(speed, name) for name in facts}
     return summary
 
 
@@ -316,7 +311,8 @@ def _checks(target: str, verified: Verification) -> list[dict[str, Any]]:
     """
     reader = EXPORTERS[target].reader
     session = verified.default_session
-    agreeing: list[tuple[str, str]] = []
+    # Without the agreement of the reader no file is written
+    rows: list[tuple[str, bool, str]] = []
     if session is not None:
         sentences = [session.figures()]
         if session.kernels is not None:
@@ -326,10 +322,8 @@ def _checks(target: str, verified: Verification) -> list[dict[str, Any]]:
         settings = "default settings"
         if session.kernels is not None and not session.kernels.is_run:
             settings = "without kernels of integers"
-        agreeing.append((f"{reader}, {settings}", "; ".join(sentences)))
+        rows.append((f"{reader}, {settings}", True, "; ".join(sentences)))
         reader = f"{reader}, {EXPORTERS[target].plainly}"
-    agreeing.append((reader, verified.figures()))
-    # Without the agreement of these engines no file is written
-    rows = [(engine, True, text) for engine, text in agreeing]
+    rows.append((reader, True, verified.figures()))
     rows += [(check.engine, check.agrees, check.line) for check in verified.engines]
     return [{"engine": engine, "agrees": agrees, "text": text} for engine, agrees, text in rows]

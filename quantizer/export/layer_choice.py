@@ -1,9 +1,8 @@
 """Holds which layers of a file stay in float, as deploy.json has it, to repeat the choice."""
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from quantizer.calibration.fingerprint import layer_digests, value_digest
 from quantizer.calibration.solution import Solution
@@ -14,22 +13,13 @@ from quantizer.export.agreement import Verification
 from quantizer.graph.ir import Graph
 from quantizer.option_words import Sentence
 from quantizer.plan.model import Key
+from quantizer.results.validation import check_result_file
 from quantizer.storage.files import read_json
 
 DEPLOY_FILE = "deploy.json"
 """The name of the file in the folder of an .onnx."""
 DEPLOY_FORMAT = 1
 """The version of its layout."""
-_ENTRIES = {
-    "format": int,
-    "network": str,
-    "weights": str,
-    "float_activations": list,
-    "float_layers": dict,
-    "measured": dict,
-    "speeds": dict,
-}
-_MEASURED = {"processor": str, "threads": int, "batches": list}
 _HELP = "remove it, or give no <--deploy_file>, to measure again"
 
 
@@ -108,9 +98,13 @@ def read_choice(path: Path, digest: str, weights: str, keys: Collection[Key]) ->
         ResultError: it is damaged, or was written for something else.
         UsageError: it was measured with other weights.
     """
-    content = read_json(path)
-    if not _is_complete(content):
-        raise ResultError(f"{path} is not a deploy.json of format {DEPLOY_FORMAT}", help=_HELP)
+    content: JsonMapping = read_json(path)
+    try:
+        check_result_file(content, path, DEPLOY_FILE)
+    except ResultError as error:
+        raise ResultError(
+            f"{path} is not a deploy.json of format {DEPLOY_FORMAT}", help=_HELP
+        ) from error
     if content["network"] != digest:
         raise ResultError(
             f"{path} was measured for another network, or for another config of it", help=_HELP
@@ -132,23 +126,4 @@ def read_choice(path: Path, digest: str, weights: str, keys: Collection[Key]) ->
             "quantize",
             help=_HELP,
         )
-    checked: JsonMapping = content
-    return checked
-
-
-def _is_complete(content: Any) -> bool:
-    """Return whether a content has the entries of this format, each of its type."""
-    if not _has_entries(content, _ENTRIES) or content["format"] != DEPLOY_FORMAT:
-        return False
-    for pair in content["float_activations"]:
-        is_pair = isinstance(pair, list) and len(pair) == 2
-        if not is_pair or not all(isinstance(word, str) for word in pair):
-            return False
-    return _has_entries(content["measured"], _MEASURED)
-
-
-def _has_entries(content: Any, types: Mapping[str, type]) -> bool:
-    """Return whether a content has entries of these types, by name."""
-    return isinstance(content, dict) and all(
-        isinstance(content.get(name), kind) for name, kind in types.items()
-    )
+    return content

@@ -4,6 +4,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from quantizer.config.model import QuantizationSpec
+from quantizer.config.wording import joined
 from quantizer.export.exporter import Reason
 
 
@@ -79,7 +80,7 @@ def is_symmetric(spec: QuantizationSpec) -> bool:
 
 def of_formats(*dtypes: str) -> Limit:
     """Return the limit of an engine that takes some number formats, `int` for integers."""
-    taken = _one_of(dtype.replace("int", "integers") for dtype in dtypes)
+    taken = joined((dtype.replace("int", "integers") for dtype in dtypes), "or")
     return Limit(
         lambda spec: spec.dtype in dtypes,
         f"{{kind}}; {{engine}} takes {taken}",
@@ -92,7 +93,11 @@ def of_bits(widths: Sequence[int]) -> Limit:
     """Return the limit of an engine that takes integers of some widths, or of a range of those
     up to a largest one.
     """
-    taken = f"{widths[-1]} or fewer" if isinstance(widths, range) else _one_of(widths)
+    taken = (
+        f"{widths[-1]} or fewer"
+        if isinstance(widths, range)
+        else joined(map(str, widths), "or")
+    )
     return Limit(
         lambda spec: spec.dtype != "int" or spec.bit_width in widths,
         f"{{kind}}; {{engine}} takes {taken}",
@@ -102,16 +107,12 @@ def of_bits(widths: Sequence[int]) -> Limit:
 
 def rounded_by(modes: Collection[str]) -> Limit:
     """Return the limit of an engine that rounds integers in some modes."""
+    taken = joined(sorted(modes), "or")
     return Limit(
         lambda spec: spec.dtype != "int" or spec.round_mode in modes,
-        f"is rounded by {{spec.round_mode}}; {{engine}} takes {_one_of(sorted(modes))}",
+        f"is rounded by {{spec.round_mode}}; {{engine}} takes {taken}",
         'set round_mode to "half_even" there',
     )
-
-
-def _one_of(words: Iterable[object]) -> str:
-    *others, last = map(str, words)
-    return f"{', '.join(others)} or {last}" if others else last
 
 
 INTEGERS = of_formats("int")

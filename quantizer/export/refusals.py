@@ -216,7 +216,7 @@ def plan_remarks(checked: CheckedTarget, plan: Plan) -> Iterator[str]:
     """
     exporter = exporter_of(checked.target, checked.choices)
     yield from exporter.notes(plan.graph, plan.specs)
-    layers = exporter.value_layers(plan.graph, plan.specs)
+    layers = planned_values(checked, plan)
     if not layers:
         return
     names = first_names(layers)

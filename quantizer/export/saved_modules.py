@@ -16,7 +16,6 @@ from quantizer.config.wording import a_kind
 from quantizer.errors import ModelError, VerificationError
 from quantizer.export.agreement import Agreement, Verification
 from quantizer.export.deployment import tensor_leaves
-from quantizer.export.model_tensors import first_names, quantized_layers
 from quantizer.export.saved_description import (
     DESCRIPTION,
     SAVED_FORMAT,
@@ -26,6 +25,7 @@ from quantizer.export.saved_description import (
     read_saved,
     structure_of,
 )
+from quantizer.export.transformers_models import first_names, quantized_layers
 from quantizer.graph.modules import as_planned, parameters_of
 from quantizer.nn.inplace import (
     InPlace,

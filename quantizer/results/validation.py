@@ -101,10 +101,21 @@ def checked_json(file: OpenFile) -> Any:
     """
     name = file.path.name
     content = read_json(file)
-    schema = "result_files.schema.json"
-    if name in load_resource("schemas", schema)["definitions"]:
-        _check_schema(content, file.path, schema, name)
+    if name in load_resource("schemas", _RESULT_FILES)["definitions"]:
+        check_result_file(content, file.path, name)
     return content
+
+
+def check_result_file(content: Any, path: Path, name: str) -> None:
+    """Check the content of a file against the schema for a name.
+
+    Raises:
+        ResultError: naming the first place that does not fit.
+    """
+    _check_schema(content, path, _RESULT_FILES, name)
+
+
+_RESULT_FILES = "result_files.schema.json"
 
 
 def _check_schema(content: Any, path: Path, schema: str, definition: str | None = None) -> None:

@@ -340,7 +340,7 @@ def test_default_settings_of_an_engine_are_told_from_how_it_reads_a_file(
         ("raise ValueError('no such operator')", "ValueError: no such operator"),
         (
             TWO_WAYS.replace("found * numpy.float32(FACTOR)", "found.swapaxes(0, 1)"),
-            "output output_0 has the shape [4, 2, 4, 4], and [2, 4, 4, 4] in test mode",
+            "output 0 has the shape [4, 2, 4, 4], and [2, 4, 4, 4] in test mode",
         ),
     ],
 )

@@ -16,8 +16,8 @@ from support.llama_cpp import next_probabilities, served
 from support.runs import ROOT
 
 from quantizer.errors import UsageError
-from quantizer.export.model_tensors import state_of
 from quantizer.export.targets import EXPORTERS
+from quantizer.export.transformers_models import state_of
 
 for package in EXPORTERS["gguf"].needs:
     pytest.importorskip(package, reason="needs quantizer-torch[llm]")

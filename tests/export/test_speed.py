@@ -16,7 +16,7 @@ import onnxruntime
 import pytest
 
 from quantizer.export.agreement import Verification
-from quantizer.export.onnx.speed import measured_speed, speeds_in_turns, timed_session
+from quantizer.export.onnx.speed import cpu_session, measured_speed, speeds_in_turns
 from quantizer.export.onnx.verify import DEFAULT, OnnxFile, open_session
 from quantizer.export.performance import BUSY, Kernels, Speed, waited_seconds
 
@@ -121,7 +121,7 @@ def identity() -> onnx.ModelProto:
 def test_sessions_that_are_compared_do_not_wait_in_a_loop() -> None:
     """Their threads would take the processor from the session that is measured next."""
     model = identity()
-    session = timed_session(model.SerializeToString(), onnxruntime.SessionOptions())
+    session = cpu_session(model.SerializeToString(), onnxruntime.SessionOptions())
     options = session.get_session_options()
     assert options.get_session_config_entry("session.force_spinning_stop") == "1"
     file = OnnxFile("identity.onnx", model.SerializeToString(), model)

@@ -27,7 +27,7 @@ from quantizer.errors import UsageError, VerificationError
 from quantizer.export.agreement import verify
 from quantizer.export.deployment import Deployment, tensor_leaves
 from quantizer.export.exporting import export
-from quantizer.export.programs.qdq import CODE_TYPES, Activation
+from quantizer.export.programs.coded import CODE_TYPES, Activation
 from quantizer.export.targets import CHOICES
 from quantizer.graph.tracing.trace import trace
 from quantizer.nn.quantizer import TensorQuantizer

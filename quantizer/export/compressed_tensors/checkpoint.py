@@ -8,7 +8,6 @@ import torch
 from torch import Tensor, nn
 
 from quantizer.config.wording import first_names
-from quantizer.export.compressed_tensors.cache import CompressedCache, compressed_cache
 from quantizer.export.compressed_tensors.engine_layers import (
     Mixture,
     fused_names,
@@ -21,10 +20,15 @@ from quantizer.export.compressed_tensors.placement import (
     place_codes,
     value_layers,
 )
-from quantizer.export.compressed_tensors.schemes import CompressedLayer
+from quantizer.export.compressed_tensors.schemes import (
+    INT8_CACHE_REMARK,
+    CompressedCache,
+    CompressedLayer,
+    compressed_cache,
+)
 from quantizer.export.deployment import Deployment
 from quantizer.export.exporter import Exporter, Written
-from quantizer.export.model_tensors import (
+from quantizer.export.transformers_models import (
     cannot_store,
     model_of,
     parameter_values,
@@ -184,8 +188,8 @@ def checkpoint_of_network(
         *build_remarks(solution.specs, placement),
     ]
     cache = compressed_cache(deployment.graph, solution.tensors, model)
-    if cache is not None:
-        remarks += cache.remarks
+    if cache is not None and cache.spec.dtype == "int":
+        remarks.append(INT8_CACHE_REMARK)
     checkpoint = complete_checkpoint(layers, tensors, remarks, model, deployment.graph)
     return with_experts(replace(checkpoint, cache=cache), model, stacks)
 

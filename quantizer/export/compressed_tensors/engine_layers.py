@@ -21,7 +21,7 @@ from quantizer.config.wording import first_names
 from quantizer.export.compressed_tensors.schemes import NVFP4_FORMAT, CompressedLayer
 from quantizer.export.exporter import Refusal
 from quantizer.export.limits import is_symmetric
-from quantizer.export.model_tensors import cannot_store, family_of
+from quantizer.export.transformers_models import cannot_store, family_of
 from quantizer.graph.ir import Graph, Node
 from quantizer.graph.modules import is_of_experts
 from quantizer.nn.quantizer import QuantizedTensor

@@ -11,9 +11,13 @@ from itertools import takewhile
 
 from quantizer.config.model import CAST_ONLY, QuantizationSpec
 from quantizer.config.roles import base_role, is_parameter
-from quantizer.export.compressed_tensors.cache import cache_refusals, cached_keys
 from quantizer.export.compressed_tensors.engine_layers import are_stored_as_one, fused_refusals
-from quantizer.export.compressed_tensors.schemes import FP4_FORMATS, scale_difference
+from quantizer.export.compressed_tensors.schemes import (
+    FP4_FORMATS,
+    cache_refusals,
+    cached_keys,
+    scale_difference,
+)
 from quantizer.export.exporter import Reason, Refusal
 from quantizer.export.limits import (
     GROUPS_OF_INPUTS,
@@ -23,7 +27,7 @@ from quantizer.export.limits import (
     beyond,
     is_symmetric,
 )
-from quantizer.export.model_tensors import family_of, insertion_refusals, value_refusal
+from quantizer.export.transformers_models import family_of, insertion_refusals, value_refusal
 from quantizer.graph.ir import Graph, Node
 from quantizer.graph.passes.linear_layers import TRANSPOSED
 from quantizer.plan.model import Key, TensorSpecs

@@ -16,7 +16,7 @@ _TARGET = ExportTarget(
     holds_negative_scales=True,
     holds_whole_model=True,
     holds_modules=True,
-    modules_exporter="quantizer.export.compressed_tensors.modules:export_modules",
+    modules_exporter="quantizer.export.compressed_tensors.exporter:export_modules",
 )
 _NAME = "compressed-tensors"
 _GAIN_OF_GPTQ = "give calibration data: GPTQ then recovers most of what round-to-nearest loses."

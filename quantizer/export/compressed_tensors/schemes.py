@@ -1,23 +1,30 @@
-"""How compressed-tensors describes and stores a quantized linear layer.
+"""How compressed-tensors describes and stores a quantized linear layer, and the key-value
+cache: `kv_cache_scheme`, and the scales of each attention.
 
-Source: the package compressed-tensors, 0.15 to 0.20.
+Source: the package compressed-tensors, 0.15 to 0.20. It quantizes what the attentions of a
+model of transformers write to their cache, whether a call uses that or not.
 """
 
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from quantizer.config.model import QuantizationSpec
-from quantizer.export.limits import is_symmetric
-from quantizer.export.model_tensors import scales_by_row
+from quantizer.export.exporter import Reason, Refusal
+from quantizer.export.limits import HALF_EVEN, Limit, beyond, is_symmetric
+from quantizer.export.transformers_models import cannot_store, scales_by_row
+from quantizer.graph.ir import Graph
+from quantizer.graph.structure.transformer_parts import CachedValue, Part, cached_values
 from quantizer.nn.quantizer import QuantizedTensor
 from quantizer.numerics.codes import pack, pack_bits
 from quantizer.numerics.qparams import qparams_from_range
 from quantizer.numerics.two_level import global_scale_of, pack_scales
 from quantizer.observers import code_range_of
+from quantizer.plan.model import Key, TensorSpecs
 
 PACKED_FORMAT = "pack-quantized"
 _INT8_FORMAT = "int-quantized"
@@ -168,19 +175,16 @@ def _int8_layout(weight: QuantizedTensor, codes: Tensor) -> dict[str, Tensor]:
 
 
 def _fp8_layout(weight: QuantizedTensor, codes: Tensor) -> dict[str, Tensor]:
-    if weight.spec.qscheme == "per_tensor":
+    """Return codes with scales, of mxfp8 as exponents plus 127."""
+    if weight.spec.scale_type == "e8m0":
+        scale = pack_scales(weight.scale, "e8m0")["scale"]
+    elif weight.spec.qscheme == "per_tensor":
         scale = weight.scale.reshape(1)
     elif weight.spec.qscheme == "per_block":
         scale = weight.scale
     else:
         scale = scales_by_row(weight.scale, codes)
     return {"weight": codes, "weight_scale": scale}
-
-
-def _mxfp8_layout(weight: QuantizedTensor, codes: Tensor) -> dict[str, Tensor]:
-    """Return codes with scales that are exponents plus 127."""
-    scales = pack_scales(weight.scale, weight.spec.scale_type)
-    return {"weight": codes, "weight_scale": scales["scale"]}
 
 
 def _fp4_layout(
@@ -202,7 +206,7 @@ _LAYOUTS = {
     PACKED_FORMAT: _packed_layout,
     _INT8_FORMAT: _int8_layout,
     _FP8_FORMAT: _fp8_layout,
-    MXFP8_FORMAT: _mxfp8_layout,
+    MXFP8_FORMAT: _fp8_layout,
 }
 
 
@@ -245,3 +249,155 @@ def scale_difference(spec: QuantizationSpec) -> str | None:
         f"is dynamic with the scale absmax / {1 / float(scale):g}, and readers have absmax / "
         f"{reader_divisor:g}"
     )
+
+
+_PROJECTIONS = frozenset({"k_proj", "v_proj", "qkv_proj", "kv_b_proj"})
+"""The layers by which readers recognize an attention."""
+_SCALE_NAMES: Mapping[Part, str] = {"key": "k_scale", "value": "v_scale"}
+_ALIKE_HELP = "give *.k_proj and *.v_proj the same entry in kv_cache_quant_config"
+_NO_CACHE = "leave kv_cache_quant_config out, or use <--deploy pt2>"
+INT8_CACHE_REMARK = "the key-value cache is int8, and vLLM and SGLang have only fp8 there"
+_CACHE_LIMITS = (
+    Limit(
+        lambda spec: spec.dtype in ("int", "fp8_e4m3") and spec.bit_width == 8,
+        "is not int8 or fp8_e4m3, and readers cache nothing else",
+        _NO_CACHE,
+    ),
+    Limit(
+        is_symmetric, "is asymmetric, and caches have no zero points", 'set "symmetric" to true'
+    ),
+    HALF_EVEN,
+    Limit(
+        lambda spec: not spec.is_dynamic or spec.qscheme == "per_tensor",
+        "has a scale for each token, and readers have none for the tokens of a cache",
+        "set its qscheme to per_tensor, or use <--deploy pt2>",
+    ),
+)
+
+
+@dataclass(frozen=True)
+class CompressedCache:
+    """The quantized key-value cache of a checkpoint.
+
+    Attributes:
+        spec: of all keys and values.
+        scales: the tensors of the files, by name; none if ranges are dynamic.
+    """
+
+    spec: QuantizationSpec
+    scales: Mapping[str, Tensor]
+
+    @property
+    def scheme(self) -> dict[str, Any]:
+        """Return the field `kv_cache_scheme` of the quantization config."""
+        strategy = "attn_head" if self.spec.qscheme == "per_channel" else "tensor"
+        return {
+            "num_bits": 8,
+            "type": "int" if self.spec.dtype == "int" else "float",
+            "symmetric": True,
+            "strategy": strategy,
+            "dynamic": self.spec.is_dynamic,
+        }
+
+
+def cached_keys(graph: Graph, specs: TensorSpecs) -> dict[Key, CachedValue]:
+    """Return the keys and values of attentions that are quantized, by layer and role."""
+    keys = {(cached.layer, cached.role): cached for cached in cached_values(graph)}
+    return {key: cached for key, cached in keys.items() if key in specs}
+
+
+def cache_refusals(graph: Graph, specs: TensorSpecs) -> Iterator[Refusal]:
+    """Yield a refusal for each quantized tensor of the cache that readers cannot quantize as
+    test mode does, and for each other one that they would quantize.
+    """
+    keys = cached_keys(graph, specs)
+    if not keys:
+        return
+    first = specs[next(iter(keys))]
+    for cached in cached_values(graph):
+        key = (cached.layer, cached.role)
+        reason: Reason | None
+        if key not in keys:
+            reason = (
+                "stays float, and the cache of a checkpoint is quantized in all attentions",
+                _ALIKE_HELP,
+            )
+        elif _words(specs[key]) != _words(first):
+            reason = (
+                "is quantized otherwise than other keys and values, and a checkpoint has one "
+                "scheme for all",
+                _ALIKE_HELP,
+            )
+        else:
+            reason = _spec_refusal(specs[key]) or _module_refusal(graph, cached)
+        if reason is not None:
+            yield Refusal(*reason, *key)
+
+
+def compressed_cache(
+    graph: Graph, tensors: Mapping[Key, QuantizedTensor], model: nn.Module
+) -> CompressedCache | None:
+    """Return the quantized cache of a network without refusals; None if it is float."""
+    specs = {key: tensor.spec for key, tensor in tensors.items()}
+    scales: dict[str, Tensor] = {}
+    spec: QuantizationSpec | None = None
+    for key, cached in cached_keys(graph, specs).items():
+        spec = specs[key]
+        if spec.is_dynamic:
+            continue
+        path = graph.by_name[cached.layer].scope
+        name = f"{path}.{_SCALE_NAMES[cached.part]}"
+        scales[name] = _stored_scale(tensors[key], model, path)
+    return None if spec is None else CompressedCache(spec, scales)
+
+
+def _words(spec: QuantizationSpec) -> tuple[object, ...]:
+    """Return what is the same in specs that one scheme describes."""
+    return spec.dtype, spec.qscheme, spec.is_dynamic
+
+
+def _spec_refusal(spec: QuantizationSpec) -> Reason | None:
+    """Return why readers cannot quantize keys or values by a spec."""
+    reason = beyond(_CACHE_LIMITS, spec)
+    difference = scale_difference(spec) if spec.is_dynamic else None
+    if reason is not None or difference is None:
+        return reason
+    return difference, 'set its symmetric_scale to "half_range", or is_dynamic to false'
+
+
+def _module_refusal(graph: Graph, cached: CachedValue) -> Reason | None:
+    """Return why readers do not find the attention that a value belongs to."""
+    node = graph.by_name[cached.layer]
+    scopes = [child.scope.rpartition(".") for child in graph.nodes]
+    names = {name for parent, _, name in scopes if parent == node.scope}
+    class_name = node.classes[0].rpartition(".")[2] if node.classes else ""
+    is_attention = "attention" in class_name.lower()
+    if is_attention and not names.isdisjoint(_PROJECTIONS):
+        return None
+    words = ", ".join(sorted(_PROJECTIONS))
+    return (
+        f"belongs to {node.scope or graph.model}, and readers recognize attentions by the name "
+        f"of the class and by one of the layers {words}",
+        _NO_CACHE,
+    )
+
+
+def _stored_scale(tensor: QuantizedTensor, model: nn.Module, path: str) -> Tensor:
+    """Return the scale in the shape of files: [1], or [heads, 1, 1].
+
+    Attentions of grouped queries read each head several times, and files have it once.
+    """
+    scale = tensor.scale.flatten()
+    if tensor.spec.qscheme != "per_channel":
+        return scale
+    config: Any = model.config
+    text_config = config.get_text_config(decoder=True)
+    heads = getattr(text_config, "num_key_value_heads", None)
+    heads = heads or text_config.num_attention_heads
+    why = f"{path} has {len(scale)} heads, and the config of the model {heads}"
+    if not len(scale) % heads:
+        by_head = scale.view(heads, -1)
+        if torch.equal(by_head, by_head[:, :1].expand_as(by_head)):
+            return by_head[:, 0].reshape(-1, 1, 1).contiguous()
+        why = f"the heads of {path} are not in the order of the model's config"
+    raise cannot_store("compressed-tensors", why, _NO_CACHE)

@@ -83,16 +83,13 @@ def _evaluated_file(written: EncodedFile) -> Iterator[OnnxFile]:
     """Yield the network as its encodings quantize it."""
     if isinstance(written.source, bytes):
         model = onnx.load_from_string(written.source)
-        evaluated = evaluated_model(model, written.text)
-        yield OnnxFile(written.name, evaluated.SerializeToString(), evaluated)
-        return
-    evaluated = evaluated_model(onnx.load(written.source), written.text)
+    else:
+        model = onnx.load(written.source)
+    evaluated = evaluated_model(model, written.text)
     with TemporaryDirectory() as folder:
-        path = str(Path(folder) / "evaluated.onnx")
-        # The tensors go to another file, and the message keeps the rest.
-        outline = deepcopy(evaluated)
-        onnx.save_model(outline, path, save_as_external_data=True, location="tensors")
-        yield OnnxFile(written.name, path, evaluated)
+        path = Path(folder) / "evaluated.onnx"
+        with stored_model(evaluated, path) as source:
+            yield OnnxFile(written.name, source, evaluated)
 
 
 def evaluated_model(model: ModelProto, text: str) -> ModelProto:

@@ -18,7 +18,7 @@ from quantizer.export.limits import (
     beyond,
     is_symmetric,
 )
-from quantizer.export.model_tensors import scales_by_row
+from quantizer.export.transformers_models import scales_by_row
 from quantizer.nn.quantizer import QuantizedTensor
 from quantizer.numerics.codes import pack_bits
 from quantizer.numerics.formats import format_named

@@ -26,24 +26,22 @@ from quantizer.export.gguf.blocks import block_refusal, with_float16_scale
 from quantizer.export.gguf.file import Outline, stored_tensors, write_gguf
 from quantizer.export.gguf.template import outline_of_template
 from quantizer.export.hugging_face_folder import model_config
-from quantizer.export.model_tensors import (
+from quantizer.export.transformers_models import (
     CHANGE_REMEDY,
+    READER_HELP,
+    ExpectedCall,
     cannot_store,
+    expected_calls,
     first_names,
     insertion_refusals,
     model_of,
     parameter_values,
+    require_all_keys,
     state_of,
     value_refusal,
+    verify_calls,
     with_scales_of_file,
     without_codes,
-)
-from quantizer.export.transformers_verify import (
-    READER_HELP,
-    ExpectedCall,
-    expected_calls,
-    require_all_keys,
-    verify_calls,
 )
 from quantizer.graph.ir import Graph, Node
 from quantizer.nn.network import Network

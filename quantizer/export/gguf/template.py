@@ -264,10 +264,8 @@ def _reader(path: Path) -> Any:
     try:
         check_header(path)
         return gguf.GGUFReader(path)
-    except OSError as error:
-        raise _unreadable(path, error.strerror or error) from None
-    except _DAMAGE_ERRORS as error:
-        raise _unreadable(path, error) from None
+    except (OSError, *_DAMAGE_ERRORS) as error:
+        raise _unreadable(path, getattr(error, "strerror", None) or error) from None
 
 
 def _unreadable(path: Path, why: object) -> UsageError:

@@ -25,18 +25,16 @@ from quantizer.export.deployment import Deployment
 from quantizer.export.exporter import Reason, Refusal
 from quantizer.export.hugging_face_folder import write_folder
 from quantizer.export.limits import Limit, beyond, is_symmetric
-from quantizer.export.model_tensors import (
+from quantizer.export.transformers_models import (
+    ExpectedCall,
     cannot_store,
+    expected_calls,
     model_of,
     scales_by_row,
-    with_scales_of_file,
-    without_codes,
-)
-from quantizer.export.transformers_verify import (
-    ExpectedCall,
-    expected_calls,
     silenced,
     verify_calls,
+    with_scales_of_file,
+    without_codes,
 )
 from quantizer.graph.ir import Graph, Node
 from quantizer.nn.network import Network

@@ -73,7 +73,6 @@ class ExecutorchExporter(MobileExporter):
     )
     form = ProgramForm(
         "int8",
-        is_shared=False,
         weight_codes=(-128, 127),
         has_transposed=True,
         has_ranges=True,

@@ -41,8 +41,8 @@ from quantizer.export.mobile.rewrites import (
     infer_batches,
     rewrite,
 )
-from quantizer.export.mobile.tflite_file import TfliteFile
-from quantizer.export.mobile.tflite_kernels import (
+from quantizer.export.mobile.tflite_file import (
+    TfliteFile,
     code_weights,
     compute_in_float,
     drop_factors,
@@ -81,11 +81,7 @@ class LitertExporter(MobileExporter):
         "LiteRT", compiler="litert-torch", has_least_code=False, float_axes=(0, 1, 2)
     )
     form = ProgramForm(
-        "int8",
-        is_shared=False,
-        weight_codes=(-127, 127),
-        requantizes=True,
-        has_stable_sort=False,
+        "int8", weight_codes=(-127, 127), requantizes=True, has_stable_sort=False
     )
 
     def load(self, program: ExportedProgram) -> None:

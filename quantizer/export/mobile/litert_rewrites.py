@@ -11,7 +11,7 @@ from torch.fx import Node
 from torch.nn.functional import pad
 
 from quantizer.export.mobile.rewrites import ONE_SCALE, called, calls, change_parameter
-from quantizer.export.programs.qdq import DEQUANTIZE, QUANTIZE
+from quantizer.export.programs.coded import DEQUANTIZE, QUANTIZE
 
 _ATEN = torch.ops.aten
 _SQUARES = (_ATEN.square.default, _ATEN.pow.Tensor_Scalar)

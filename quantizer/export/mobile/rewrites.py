@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.export import ExportedProgram
 from torch.fx import Node
 
-from quantizer.export.programs.qdq import DEQUANTIZE, QUANTIZE
+from quantizer.export.programs.coded import DEQUANTIZE, QUANTIZE
 
 _RESHAPE = torch.ops.aten.reshape.default
 _RESHAPES = (torch.ops.aten.flatten.using_ints, torch.ops.aten.view.default, _RESHAPE)

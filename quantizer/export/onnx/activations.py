@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from quantizer.config.model import QuantizationSpec
+from quantizer.export.arithmetic import is_narrow
 from quantizer.export.exporter import Reason
 from quantizer.export.limits import ONE_SCALE, Limits, kind_of, of_bits, of_formats, rounded_by
 from quantizer.export.onnx.builder import NodeBuilder
@@ -265,8 +266,7 @@ def quantize_dynamic(
     QuantizeLinear with a computed scale, and DequantizeLinear. ONNX Runtime fuses these with
     the product after them. `in_floats` leaves them out.
     """
-    is_narrow = spec.dtype == "int" and spec.bit_width <= 8
-    if in_floats or spec.qscheme != "per_tensor" or not is_narrow:
+    if in_floats or spec.qscheme != "per_tensor" or not is_narrow(spec):
         units, scale, _ = _rounded(builder, spec, x)
         return builder.add("Mul", units, scale)
     is_half_even = spec.round_mode == "half_even"
@@ -331,8 +331,7 @@ def scale_rows(
 
 def has_row_codes(spec: QuantizationSpec) -> bool:
     """Return whether rows of such an activation have codes for `quantize_row_codes`."""
-    is_narrow = spec.dtype == "int" and spec.bit_width <= 8
-    return spec.is_dynamic and spec.qscheme == "per_token" and is_narrow
+    return bool(spec.is_dynamic) and spec.qscheme == "per_token" and is_narrow(spec)
 
 
 def _rounded(builder: NodeBuilder, spec: QuantizationSpec, x: ir.Value) -> _Rounded:

@@ -93,12 +93,7 @@ class NodeBuilder:
 
 def add_initializer(graph: ir.Graph, tensor: ir.TensorProtocol) -> ir.Value:
     """Add a tensor to the initializers of a graph and return its value."""
-    value = ir.Value(
-        name=tensor.name,
-        shape=ir.Shape(tensor.numpy().shape),
-        type=ir.TensorType(tensor.dtype),
-        const_value=tensor,
-    )
+    value = ir.val(tensor.name, const_value=tensor)
     graph.register_initializer(value)
     return value
 

@@ -14,20 +14,23 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+import onnx_ir as ir
 import onnxruntime
 from numpy.typing import NDArray
-from onnx import GraphProto, ModelProto, NodeProto, TensorProto, numpy_helper
+from onnx import GraphProto, ModelProto, NodeProto
 
 from quantizer.calibration.solution import Solution
 from quantizer.config.model import QuantizationSpec
 from quantizer.export.arithmetic import is_narrow, layer_input_spec, output_spec
+from quantizer.export.onnx.builder import nodes_of
 from quantizer.export.onnx.lowering import INSIDE, MULTIPLYING, NUMBERED, PRODUCTS, RECURRENT
-from quantizer.export.onnx.passes.moves import MOVE_OPERATORS
+from quantizer.export.onnx.passes.moves import dequantize_of
 from quantizer.export.performance import Kernels, Product, Shape, einsum_multiply_adds, numbered
 from quantizer.graph.ir import Graph
 from quantizer.option_words import Sentence
 from quantizer.plan.groups import layout
 from quantizer.plan.layout import Layout
+from quantizer.plan.model import Key
 
 INTEGER_OPERATORS = (
     "QLinearConv",
@@ -157,7 +160,9 @@ class ExecutedGraph:
                 operator = node.op_type
                 is_integer = operator in INTEGER_OPERATORS
                 size = self.runs[node.name] * self._multiply_adds(node)
-                name = _original_name(node, named)
+                # The optimizer names a node after one of the file, or after its last value
+                names = [OPTIMIZER_SUFFIXES.sub("", node.name), *node.output]
+                name = known_name(names, named)
                 products.append(Product(name, operator, is_integer, size))
         return products
 
@@ -194,6 +199,17 @@ class ExecutedGraph:
         return prod(result) * first[-2 if is_transposed else -1]
 
 
+def key_of_node(name: str) -> Key:
+    """Return the layer and role of the activation that a node quantizes. They are of none if
+    the name of the node is not `<layer>.<role>.<n>.<operator>`.
+
+    >>> key_of_node("Net/conv.1.activation.0.QuantizeLinear")
+    ('Net/conv.1', 'activation')
+    """
+    layer, _, role = name.rpartition(".")[0].rpartition(".")[0].rpartition(".")
+    return layer, role
+
+
 def names_of_products(model: ModelProto) -> dict[str, str]:
     """Return the name of the product that each node and value of a file depends on last."""
     names: dict[str, str] = {}
@@ -209,22 +225,18 @@ def names_of_products(model: ModelProto) -> dict[str, str]:
     return names
 
 
-def _original_name(node: NodeProto, named: Mapping[str, str]) -> str:
-    """Return the name of the product of the file that a node was made of.
+def known_name(names: Sequence[str], named: Mapping[str, str]) -> str:
+    """Return the name of the product of the file for the first of the names that an engine has
+    for an operator; the first name if there is none.
 
-    The optimizer keeps names, appends words to them, or names a node after the last value of
-    those that it has merged.
+    Engines append words, as in `node_MatMul_8/MatmulTransposeFusion/`.
     """
-    name = OPTIMIZER_SUFFIXES.sub("", node.name)
-    for candidate in (name, *node.output):
-        if candidate in named:
-            return named[candidate]
-    # As in `node_MatMul_8/MatmulTransposeFusion/`
-    while "/" in name:
-        name = name.rpartition("/")[0]
-        if name in named:
-            return named[name]
-    return node.name
+    for name in names:
+        while name:
+            if name in named:
+                return named[name]
+            name = name.rpartition("/")[0]
+    return names[0]
 
 
 def _graphs(graph: GraphProto) -> Iterator[GraphProto]:
@@ -239,8 +251,6 @@ def _graphs(graph: GraphProto) -> Iterator[GraphProto]:
 _ONNX_RUNTIME = "ONNX Runtime"
 _INSIDE_AN_OPERATOR = "a step inside the operator, whose result the config does not quantize"
 _BITS_LIMIT = "8 bits or fewer of integers have kernels"
-_Qparams = tuple[str, ...]
-"""The names of a scale and a zero point in a file."""
 
 
 def products_between_codes(model: ModelProto, products: Sequence[Product]) -> Kernels:
@@ -252,50 +262,22 @@ def products_between_codes(model: ModelProto, products: Sequence[Product]) -> Ke
         products: those of a run, which have the names of the file's nodes.
     """
     sizes = {product.name: product.multiply_adds for product in products}
-    # How the values are quantized that are floats of codes
-    dequantized: dict[str, _Qparams] = {}
-    constants = {tensor.name: tensor for tensor in model.graph.initializer}
     integer: list[str] = []
     reasons: dict[str, str] = {}
-    for node in model.graph.node:
-        if node.op_type == "DequantizeLinear":
-            dequantized[node.output[0]] = tuple(node.input[1:])
-        elif _hands_on_codes(node, dequantized) and not _pads_with_values(node, constants):
-            dequantized |= dict.fromkeys(node.output, dequantized[node.input[0]])
-        elif node.op_type in MULTIPLYING:
-            operands = dict(zip(("input", "weights"), node.input[:2], strict=True))
-            floats = [word for word, name in operands.items() if name not in dequantized]
-            if floats:
-                verb = "is" if floats == ["input"] else "are"
-                reasons[node.name] = f"its {' and '.join(floats)} {verb} not quantized"
-            else:
-                integer.append(node.name)
-        elif node.op_type in PRODUCTS:
-            reasons[node.name] = f"engines compute {node.op_type} in float"
+    for node in nodes_of(ir.from_proto(model).graph, *PRODUCTS):
+        name = str(node.name)
+        if node.op_type not in MULTIPLYING:
+            reasons[name] = f"engines compute {node.op_type} in float"
+            continue
+        # An engine moves a dequantization behind data movement
+        operands = dict(zip(("input", "weights"), node.inputs[:2], strict=True))
+        floats = [word for word, value in operands.items() if dequantize_of(value) is None]
+        if floats:
+            verb = "is" if floats == ["input"] else "are"
+            reasons[name] = f"its {' and '.join(floats)} {verb} not quantized"
+        else:
+            integer.append(name)
     return Kernels(tuple(integer), reasons, "of quantized values", sizes)
-
-
-def _hands_on_codes(node: NodeProto, dequantized: dict[str, _Qparams]) -> bool:
-    """Return whether what a node makes are values of its dequantized input.
-
-    An engine moves the dequantization behind it. Joined values need one scale.
-    """
-    if node.op_type == "Concat":
-        joined = {dequantized.get(name) for name in node.input}
-        return len(joined) == 1 and None not in joined
-    if node.op_type == "Resize":
-        modes = [item.s for item in node.attribute if item.name == "mode"]
-        if modes not in ([], [b"nearest"]):
-            return False
-    return node.op_type in MOVE_OPERATORS and node.input[0] in dequantized
-
-
-def _pads_with_values(node: NodeProto, constants: dict[str, TensorProto]) -> bool:
-    """Return whether a node is a Pad that fills with something else than zeros."""
-    if node.op_type != "Pad" or len(node.input) < 3 or not node.input[2]:
-        return False
-    filling = constants.get(node.input[2])
-    return filling is None or bool(numpy_helper.to_array(filling).any())
 
 
 def kernels_of_products(

@@ -85,20 +85,6 @@ class Conventions:
     keeps_integers: bool = False
     wraps_operators: bool = False
 
-    def makes_unsigned(self, spec: QuantizationSpec, bits: int) -> bool:
-        """Return whether an activation's signed codes are written as unsigned ones.
-
-        Args:
-            bits: of the integers that hold the codes.
-
-        >>> power = QuantizationSpec(scale_type="poweroftwo")
-        >>> CONVENTIONS["npu"].makes_unsigned(power, 8), EXACT.makes_unsigned(power, 8)
-        (False, True)
-        """
-        if self.keeps_powers_signed and spec.scale_type == "poweroftwo":
-            return False
-        return bits in self.unsigned_bits
-
 
 EXACT = Conventions()
 """The default profile."""
@@ -212,6 +198,9 @@ def activation_type(
     128
     >>> activation_type(QuantizationSpec(signed=False), 20)[1]
     0
+    >>> power = QuantizationSpec(scale_type="poweroftwo")
+    >>> activation_type(power, 20)[1], activation_type(power, 20, CONVENTIONS["npu"])[1]
+    (128, 0)
     """
     is_signed = spec.quant_min < 0
     candidates = [
@@ -222,7 +211,8 @@ def activation_type(
         return None
     if kind in _UNSIGNED_TYPES:
         unsigned, bits = _UNSIGNED_TYPES[kind]
-        if conventions.makes_unsigned(spec, bits):
+        is_kept = conventions.keeps_powers_signed and spec.scale_type == "poweroftwo"
+        if bits in conventions.unsigned_bits and not is_kept:
             return unsigned, unsigned.low - kind.low
     return kind, 0
 

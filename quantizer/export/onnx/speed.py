@@ -26,7 +26,7 @@ Timer = Callable[[int], float]
 """Runs a network so many times and returns the seconds of one run, as their mean."""
 # The threads of a session wait for its next run in a loop. Those of one session would slow
 # the next session down, where a user has only one. With this entry they wait until a run ends.
-STOP_SPINNING = "session.force_spinning_stop"
+_STOP_SPINNING = "session.force_spinning_stop"
 # The float network is not run if its tensors have more bytes.
 _MAX_FLOAT_BYTES = 2**30
 # So many rounds, or as many as begin in this time.
@@ -75,7 +75,7 @@ def measured_speed(
     for model in models:
         options = onnxruntime.SessionOptions()
         options.intra_op_num_threads = 1
-        session = timed_session(model, options)
+        session = cpu_session(model, options)
         timers.append(partial(mean_seconds, session, feed, clock=time.thread_time))
     speed, *others = speeds_in_turns(timers, waited=no_wait_counts)
     if speed is None:
@@ -92,12 +92,14 @@ def no_wait_counts() -> float:
     return 0.0
 
 
-def timed_session(
+def cpu_session(
     model: bytes | str, options: onnxruntime.SessionOptions
 ) -> onnxruntime.InferenceSession:
-    """Return a session that does not disturb the one that runs after it."""
+    """Return a session that does not disturb the one that runs after it. What goes wrong is an
+    exception.
+    """
     options.log_severity_level = 4
-    options.add_session_config_entry(STOP_SPINNING, "1")
+    options.add_session_config_entry(_STOP_SPINNING, "1")
     return onnxruntime.InferenceSession(model, options, providers=["CPUExecutionProvider"])
 
 

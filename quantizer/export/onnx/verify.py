@@ -26,11 +26,12 @@ from quantizer.export.deployment import HALF, Deployment, tensor_leaves, to_floa
 from quantizer.export.onnx.executed import (
     ExecutedGraph,
     kernels_of_products,
+    key_of_node,
     names_of_products,
     products_between_codes,
     profiled,
 )
-from quantizer.export.onnx.speed import STOP_SPINNING, Feed, measured_speed, with_int8_weights
+from quantizer.export.onnx.speed import Feed, cpu_session, measured_speed, with_int8_weights
 from quantizer.export.performance import Kernels, Speed
 from quantizer.graph.ir import Call
 from quantizer.nn.network import Execution
@@ -74,15 +75,14 @@ class LayerCheck:
                 self._zeros[key] = numpy_helper.to_array(initializers[node.input[2]])
 
     def _key_of(self, node: NodeProto) -> Key | None:
-        """Return what a node dequantizes; its name is `<layer>.<role>.<number>.<operator>`."""
-        stem = node.name.rpartition(".")[0].rpartition(".")[0]
-        layer, _, role = stem.rpartition(".")
-        tensor = self.tensors.get((layer, role))
-        if tensor is None or role not in ("input", "activation"):
+        """Return the static integer activation that a node dequantizes."""
+        key = key_of_node(node.name)
+        tensor = self.tensors.get(key)
+        if tensor is None or key[1] not in ("input", "activation"):
             return None
         if tensor.spec.dtype != "int" or tensor.spec.is_dynamic:
             return None
-        return layer, role
+        return key
 
     @torch.no_grad()
     def add(self, call: Call, codes: Feed) -> None:
@@ -278,9 +278,6 @@ def open_session(file: OnnxFile, label: str, folder: str = "") -> onnxruntime.In
             optimizer makes of the file.
     """
     options = onnxruntime.SessionOptions()
-    # What goes wrong is an exception.
-    options.log_severity_level = 4
-    options.add_session_config_entry(STOP_SPINNING, "1")
     if not file.is_for_kernels:
         options.add_session_config_entry(WITHOUT_KERNELS, "1")
     if label != DEFAULT:
@@ -295,9 +292,7 @@ def open_session(file: OnnxFile, label: str, folder: str = "") -> onnxruntime.In
     if folder:
         profiled(options, folder)
     with failures_named(label, file.name, HELP):
-        return onnxruntime.InferenceSession(
-            file.source, options, providers=["CPUExecutionProvider"]
-        )
+        return cpu_session(file.source, options)
 
 
 def session_outputs(

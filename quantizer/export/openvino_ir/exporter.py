@@ -40,7 +40,7 @@ from quantizer.export.arithmetic import with_runtime_biases
 from quantizer.export.deployment import Deployment
 from quantizer.export.exporter import Exporter, Refusal
 from quantizer.export.onnx.build import LARGEST_MESSAGE, BuiltOnnx, build_onnx
-from quantizer.export.onnx.executed import kernels_of_products, names_of_products
+from quantizer.export.onnx.executed import kernels_of_products, known_name, names_of_products
 from quantizer.export.onnx.exporter import (
     DEFAULT_SETTINGS,
     EXACT_SETTINGS,
@@ -124,11 +124,11 @@ class IrSession:
         """
         named = names_of_products(self.model)
         rows = self.ask("products")
-        names = [_known_name(row[0], named) for row in rows]
+        names = [known_name(row[0], named) for row in rows]
         unnamed: list[bool] = []
         integer: dict[str, bool] = {}
         for words, is_integer in self.ask("kernels"):
-            name = _known_name(words, named)
+            name = known_name(words, named)
             if name in names:
                 integer[name] = integer.get(name, True) and is_integer
             else:
@@ -200,18 +200,6 @@ def multiply_adds(
     weights = operands[2 if kind == "DeformableConvolution" else 1]
     # The sizes of groups stand first in the weights
     return prod(moved) * prod(weights) // moved[1]
-
-
-def _known_name(names: Sequence[str], named: Mapping[str, str]) -> str:
-    """Return the first name that the ONNX model has, perhaps before words that OpenVINO has
-    appended to it; the first name if there is none.
-    """
-    for name in names:
-        while name:
-            if name in named:
-                return named[name]
-            name = name.rpartition("/")[0]
-    return names[0]
 
 
 @contextmanager

@@ -95,7 +95,7 @@ class Pt2Exporter(ProgramExporter):
             return coded_program(deployment, solution, ProgramForm("uint8"))
         network = deployment.network()
         float_layers = overflowing(network, solution, MAX_SUM_BIAS)
-        form = ProgramForm("int8", decoded=frozenset(float_layers), is_shared=False)
+        form = ProgramForm("int8", decoded=frozenset(float_layers))
         return coded_program(deployment, solution, form)
 
 

@@ -21,7 +21,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-import onnx
 import onnx_ir as ir
 import onnxruntime
 
@@ -325,32 +324,8 @@ def _has_8_bit_zero_point(node: ir.Node) -> bool:
 
 def _compute(model: ir.Model, values: Sequence[ir.Value]) -> list[Any]:
     """Return the arrays of values that follow from initializers."""
-    nodes: list[ir.Node] = []
-    initializers: dict[ir.Value, None] = {}
-    needed = set(values)
-    for node in reversed(model.graph):
-        if needed.isdisjoint(node.outputs):
-            continue
-        nodes.append(node)
-        for value in inputs_of(node):
-            needed.add(value)
-            if is_constant(value):
-                initializers[value] = None
-    tensors: list[onnx.TensorProto] = []
-    for value in initializers:
-        if value.const_value is not None:
-            tensor = ir.to_proto(value.const_value)
-            # The tensor's own name may be empty
-            tensor.name = str(value.name)
-            tensors.append(tensor)
-    outputs = [onnx.helper.make_empty_tensor_value_info(str(value.name)) for value in values]
-    protos = [ir.to_proto(node) for node in reversed(nodes)]
-    graph = onnx.helper.make_graph(protos, "constants", [], outputs, tensors)
-    opsets = [
-        onnx.helper.make_opsetid(domain, version)
-        for domain, version in model.opset_imports.items()
-    ]
-    part = onnx.helper.make_model(graph, opset_imports=opsets, ir_version=model.ir_version)
+    graph = ir.convenience.extract(model.graph, [], values)
+    part = ir.to_proto(ir.Model(graph, ir_version=model.ir_version))
     content = part.SerializeToString()
     session = onnxruntime.InferenceSession(content, providers=["CPUExecutionProvider"])
     arrays: list[Any] = session.run(None, {})

@@ -86,10 +86,7 @@ def _is_between_codes(node: ir.Node) -> bool:
     its output is quantized.
     """
     for value in node.inputs:
-        if value is None:
-            return False
-        *_, origin = origins(value)
-        if producer_of(origin, "DequantizeLinear") is None:
+        if dequantize_of(value) is None:
             return False
     return is_quantized(node.outputs[0])
 
@@ -136,15 +133,21 @@ def origins(value: ir.Value) -> Iterator[ir.Value]:
         node = source.producer()
 
 
+def dequantize_of(value: ir.Value | None) -> ir.Node | None:
+    """Return the DequantizeLinear that a value comes from, perhaps before data movement."""
+    if value is None:
+        return None
+    *_, origin = origins(value)
+    return producer_of(origin, "DequantizeLinear")
+
+
 def _joins_one_scale(node: ir.Node) -> bool:
     """Return whether a node joins values that all have the same scale and zero point."""
     if node.op_type != _JOIN:
         return False
     qparams: set[tuple[ir.Value | None, ...]] = set()
     for value in node.inputs:
-        assert value is not None
-        *_, origin = origins(value)
-        dequantize = producer_of(origin, "DequantizeLinear")
+        dequantize = dequantize_of(value)
         if dequantize is None:
             return False
         qparams.add(tuple(dequantize.inputs[1:]))
@@ -263,7 +266,7 @@ def _padded_pool(pool: ir.Node) -> ir.Value | None:
     pads = list(pool.attributes.get_ints("pads", ()))
     if source is None or not any(pads) or not pool.attributes.get_int("count_include_pad", 0):
         return None
-    dequantize = _dequantize_of(source)
+    dequantize = _shifting_dequantize(source)
     if dequantize is None:
         return None
     if pool.attributes.get_int("ceil_mode", 0):
@@ -289,7 +292,7 @@ def _padded(pad: ir.Node) -> ir.Value | None:
     is_constant_mode = pad.attributes.get_string("mode", "constant") == "constant"
     if source is None or not is_constant_mode or not only_moves(pad):
         return None
-    dequantize = _dequantize_of(source)
+    dequantize = _shifting_dequantize(source)
     if dequantize is None:
         return None
     builder = NodeBuilder(f"{pad.outputs[0].name}.padded", pad)
@@ -316,13 +319,12 @@ def _add_padding(
     return builder.add("DequantizeLinear", padded, scale, zero_point)
 
 
-def _dequantize_of(source: ir.Value) -> ir.Node | None:
+def _shifting_dequantize(source: ir.Value) -> ir.Node | None:
     """Return the DequantizeLinear that a value comes from, if zero has another code than 0.
 
     None unless the codes have 8 bits.
     """
-    *_, origin = origins(source)
-    dequantize = producer_of(origin, "DequantizeLinear")
+    dequantize = dequantize_of(source)
     if dequantize is None or len(dequantize.inputs) < 3:
         return None
     zero_point = dequantize.inputs[2]

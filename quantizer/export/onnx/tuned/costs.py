@@ -4,17 +4,12 @@ convert activations between the two.
 All costs are shares: 0.1 is a tenth of the time of the file without quantized activations. The
 cheapest choice of blocks is a minimum cut, see `_add_border`. Blocks and conversions are the
 vertices of a network. A cost is the capacity of an edge: it is paid if the edge begins on the
-first side and ends on the second. The cheapest division cuts what a maximum flow from the first
-side to the second fills.
-
-Source: Edmonds and Karp, "Theoretical improvements in algorithmic efficiency for network flow
-problems", 1972.
+first side and ends on the second.
 """
 
 from __future__ import annotations
 
 import math
-from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 
@@ -27,13 +22,11 @@ from quantizer.export.onnx.tuned.profiles import (
 )
 from quantizer.plan.model import Key
 
-# A smaller share of the sum of all finite costs is an error of rounding
+# Of the sum of all finite costs: a smaller share is an error of rounding
 _TOLERANCE = 1e-12
 # Names that are on their sides in every division
 _FIRST = "\0first"
 _SECOND = "\0second"
-_Capacities = dict[str, dict[str, float]]
-"""How much more can flow along each edge, by its start and its end."""
 
 
 class TwoSides:
@@ -54,8 +47,7 @@ class TwoSides:
     """
 
     def __init__(self) -> None:
-        self._capacities: _Capacities = {}
-        self._total = 0.0
+        self._costs: dict[tuple[str, str], float] = {}
 
     def cost(self, name: str, *, on_first: float, on_second: float) -> None:
         """Add what a name costs on each side."""
@@ -68,71 +60,29 @@ class TwoSides:
 
         The other way round, they cost nothing.
         """
-        capacities = self._capacities_from(first, second)
-        capacities[second] += cost
-        self._total += cost
+        self._costs[first, second] = self._costs.get((first, second), 0.0) + cost
 
     def forbid(self, first: str, second: str) -> None:
         """Refuse that `first` is on the first side and `second` on the second."""
-        capacities = self._capacities_from(first, second)
-        capacities[second] = math.inf
-
-    def _capacities_from(self, start: str, end: str) -> dict[str, float]:
-        """Return the capacities of the edges that begin at `start`, by their ends.
-
-        The edge to `end` and the one back are among the edges afterwards.
-        """
-        capacities = self._capacities.setdefault(start, {})
-        capacities.setdefault(end, 0.0)
-        # A later path may take back flow, against the direction of the edge
-        back = self._capacities.setdefault(end, {})
-        back.setdefault(start, 0.0)
-        return capacities
+        self._costs[first, second] = math.inf
 
     def first_side(self) -> set[str]:
         """Return the names on the first side."""
-        # Sorted, so that the flow does not depend on the order of the calls
-        residual = {
-            name: dict(sorted(self._capacities[name].items()))
-            for name in sorted(self._capacities)
-        }
-        tolerance = _TOLERANCE * self._total
-        predecessors = _reached(residual, tolerance)
-        while _SECOND in predecessors:
-            _send(residual, predecessors)
-            predecessors = _reached(residual, tolerance)
-        return predecessors.keys() - {_FIRST}
+        # Only files that are tuned need it
+        import networkx
 
-
-def _reached(residual: _Capacities, tolerance: float) -> dict[str, str]:
-    """Return the names that more flow can reach from `_FIRST`, each with the name before it on
-    a shortest path.
-    """
-    predecessors = {_FIRST: ""}
-    waiting = deque([_FIRST])
-    while waiting:
-        name = waiting.popleft()
-        capacities = residual.get(name, {})
-        for end, capacity in capacities.items():
-            if capacity > tolerance and end not in predecessors:
-                predecessors[end] = name
-                waiting.append(end)
-    return predecessors
-
-
-def _send(residual: _Capacities, predecessors: dict[str, str]) -> None:
-    """Send as much flow as fits along the path to `_SECOND`, and update what is left."""
-    edges: list[tuple[str, str]] = []
-    amount = math.inf
-    end = _SECOND
-    while end != _FIRST:
-        start = predecessors[end]
-        edges.append((start, end))
-        amount = min(amount, residual[start][end])
-        end = start
-    for start, end in edges:
-        residual[start][end] -= amount
-        residual[end][start] += amount
+        total = sum(filter(math.isfinite, self._costs.values()))
+        unit = _TOLERANCE * total or 1.0
+        network = networkx.DiGraph()
+        # Backwards, as the library makes the side that flow ends on the smallest
+        for (first, second), cost in self._costs.items():
+            network.add_edge(second, first)
+            # An edge without a capacity is never cut
+            if math.isfinite(cost):
+                network[second][first]["capacity"] = round(cost / unit)
+        _, (_, first_side) = networkx.minimum_cut(network, _SECOND, _FIRST)
+        names: set[str] = first_side - {_FIRST}
+        return names
 
 
 # Integers and floats may need different layouts in memory

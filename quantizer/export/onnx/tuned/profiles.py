@@ -22,15 +22,20 @@ import onnxruntime
 import torch
 from onnx import ModelProto, NodeProto
 
-from quantizer.export.onnx.executed import OPTIMIZER_SUFFIXES, kernel_events, profiled
+from quantizer.export.onnx.executed import (
+    OPTIMIZER_SUFFIXES,
+    kernel_events,
+    key_of_node,
+    profiled,
+)
 from quantizer.export.onnx.lowering import PRODUCTS
 from quantizer.export.onnx.passes.moves import MOVE_OPERATORS
 from quantizer.export.onnx.speed import (
     Feed,
+    cpu_session,
     mean_seconds,
     no_wait_counts,
     speeds_in_turns,
-    timed_session,
 )
 from quantizer.export.performance import Speed, waited_seconds
 from quantizer.plan.model import Key
@@ -110,7 +115,7 @@ class RuntimeMeter:
             profiled(options, name)
             optimized = folder / "optimized.onnx"
             options.optimized_model_filepath = str(optimized)
-            session = timed_session(model, options)
+            session = cpu_session(model, options)
             start = time.perf_counter()
             for index in range(_MAX_PROFILED_RUNS):
                 is_long = time.perf_counter() - start > _PROFILE_SECONDS
@@ -123,7 +128,7 @@ class RuntimeMeter:
         """Return the speed of each model against the float network, measured in turns."""
         first, *others = models
         timers = [
-            partial(mean_seconds, timed_session(model, self._options()), feed, clock=self.clock)
+            partial(mean_seconds, cpu_session(model, self._options()), feed, clock=self.clock)
             for model in (first, floating, *others)
         ]
         speeds = speeds_in_turns(
@@ -268,9 +273,9 @@ class BlockMap:
         """
         nodes_by_key: dict[Key, list[NodeProto]] = {key: [] for key in keys}
         for node in self.nodes:
-            key_or_none = key_of_node(node.name)
-            if key_or_none in nodes_by_key:
-                nodes_by_key[key_or_none].append(node)
+            key = key_of_node(node.name)
+            if key in nodes_by_key:
+                nodes_by_key[key].append(node)
         points: list[QuantizationPoint] = []
         for key, nodes in nodes_by_key.items():
             if not nodes:
@@ -364,16 +369,3 @@ def original_name(name: str) -> str:
     ('conv2d_1', 'Net/conv')
     """
     return OPTIMIZER_SUFFIXES.sub("", name)
-
-
-def key_of_node(name: str) -> Key | None:
-    """Return the layer and role of the activation that a node quantizes; None if the name of
-    the node is not `<layer>.<role>.<n>.<operator>`.
-
-    >>> key_of_node("Net/conv.1.activation.0.QuantizeLinear")
-    ('Net/conv.1', 'activation')
-    """
-    parts = name.rsplit(".", 3)
-    if len(parts) < 4:
-        return None
-    return parts[0], parts[1]
