@@ -56,7 +56,7 @@ def calib(options: Options) -> int:
         return _run(options)
     if process.is_rank():
         raise UsageError("torchrun needs a config", help="give one with --config_file")
-    # It imports what only an installation with torch has
+    # Only calibrations without a config need it
     from quantizer.config.run_config import restored_if_refused
 
     folder = from_start(options.output_dir)
@@ -102,11 +102,10 @@ def _config_of(options: Options) -> str:
     Raises:
         ResultError: it cannot be written, or the folder is not one for results.
     """
-    # As in `calib`
+    # It imports what only an installation with torch has
     from quantizer.config.run_config import RUN_CONFIG
     from quantizer.results.result_set import mark_result_folder, require_result_folder
-    from quantizer.storage.files import cannot_use
-    from quantizer.storage.replacing import replace_file
+    from quantizer.storage.replacing import cannot_use, replace_file
 
     folder = from_start(options.output_dir)
     path = folder / RUN_CONFIG

@@ -21,8 +21,7 @@ from rich.text import Text
 
 from quantizer.calibration import memory_prediction
 from quantizer.cli import session
-from quantizer.cli.arguments.grouped_command import command
-from quantizer.cli.arguments.options import LOOK, Options, takes
+from quantizer.cli.arguments.options import Options
 from quantizer.cli.arguments.places import from_start
 from quantizer.cli.terminal import output
 from quantizer.cli.terminal.screen import notes_on_stderr
@@ -76,26 +75,11 @@ _data = partial(CheckResult, "data")
 _plan = partial(CheckResult, "plan")
 
 
-@command()
-@takes(
-    *(name for name in LOOK if name not in ("output", "overwrite")),
-    "to_",
-    "subset_len",
-    "seed",
-    "device",
-    "output_dir",
-    "memory",
-    to_="Also check that NAME of `quantizer targets` can hold the result. May be repeated.",
-)
-def doctor(options: Options) -> None:
-    """Check machine, config, data and model before a run: what would be slow, wrong or left in
-    float, with a remedy for each.
+def show_checks(options: Options) -> None:
+    """Print what the checks find.
 
-    Without --model only the machine and the config are checked. The exit code is 1 if there is
-    an error.
-
-    \b
-    quantizer doctor --config_file net.json --model my_model.py
+    Raises:
+        GateError: it has errors.
     """
     with notes_on_stderr(True), redirect_stdout(sys.stderr):
         checks = list(_checks(options))

@@ -9,8 +9,7 @@ from typing import Any
 import click
 
 from quantizer.cli import session
-from quantizer.cli.arguments.grouped_command import GroupedOption, command
-from quantizer.cli.arguments.options import LOOK, TABLE, Options, takes
+from quantizer.cli.arguments.options import Options
 from quantizer.cli.arguments.places import from_start
 from quantizer.cli.modes.float_mode import config_to_look
 from quantizer.cli.terminal import output
@@ -44,45 +43,14 @@ _NUMBERS = frozenset({"channels"})
 _TITLES = ("layers that read one value", "channels", "factors are folded into")
 
 
-@command()
-@takes(*TABLE, "filter", *LOOK)
-@click.option(
-    "--to",
-    cls=GroupedOption,
-    old_names=["--target"],
-    type=click.Choice(["DPU"], case_sensitive=False),
-    help="List which layers this device can run, and why it cannot run the others.",
-)
-@click.option(
-    "--algorithms",
-    is_flag=True,
-    help="List blocks, groups of layers with one input, and where scaling factors fold.",
-)
-@click.option(
-    "--gate",
-    multiple=True,
-    metavar="TEST",
-    help="Exit with code 1 unless TEST holds, e.g. 'cpu_operators<=2'.",
-)
-def inspect(options: Options, to: str | None, algorithms: bool, gate: tuple[str, ...]) -> None:
-    """List the name, operator and output shape of each layer, its quantized tensors, and why
-    others stay in float.
-
-    Without a config, all tensors count as quantized that can be. With --to DPU, or a config
-    for the DPU, the table shows what the device can run. With --algorithms it shows blocks and
-    groups of layers, by the names that scaling_layers and inside_layer_modules take. With -o
-    FILE.py the network is also written as readable code, as calibration does.
-
-    \b
-    quantizer inspect --model my_model.py
-    quantizer inspect --filter 'layer1.*' --model my_model.py
-    quantizer inspect --to DPU --model my_model.py
-    quantizer inspect --algorithms --model my_model.py
-    """
+def show_layers(
+    options: Options, gate: tuple[str, ...], *, to_dpu: bool, algorithms: bool
+) -> None:
+    """Print the layers of a model, or its structure, or what the DPU can run."""
     gates = [parse_gate(text) for text in gate]
     read = config_to_look(options.config_file)
     settings = read.config.settings
-    for_dpu = to is not None
+    for_dpu = to_dpu
     if options.config_file is not None and settings.target_device == "DPU":
         for_dpu = True
     if algorithms:

@@ -3,17 +3,17 @@
 from quantizer.declarations import Command, Plugin
 
 _DOCTOR = Command(
-    "quantizer.commands.inspection.doctor:doctor",
+    "quantizer.commands.inspection.commands:doctor",
     "Check machine, config, data and model before a run.",
     7,
 )
 _INSPECT = Command(
-    "quantizer.commands.inspection.inspect:inspect",
+    "quantizer.commands.inspection.commands:inspect",
     "List the layers of a model and what can be quantized.",
     8,
 )
 _PLAN = Command(
-    "quantizer.commands.inspection.plan:plan",
+    "quantizer.commands.inspection.commands:plan",
     "Show what a config does to a model, without calibrating.",
     9,
 )

@@ -10,12 +10,12 @@ _RUN = Command(
     2,
 )
 _ANALYZE = Command(
-    "quantizer.commands.searching.analyze:analyze",
+    "quantizer.commands.searching.commands:analyze",
     "Measure how few bits each layer tolerates, and choose widths.",
     11,
 )
 _TUNE = Command(
-    "quantizer.commands.searching.tune:tune",
+    "quantizer.commands.searching.commands:tune",
     "Change a config until gates hold, from cheap to dear.",
     12,
 )

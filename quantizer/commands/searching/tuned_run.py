@@ -34,8 +34,8 @@ from quantizer.report.view import Listing
 from quantizer.results.folder import TUNE_FILE, read_info
 from quantizer.results.result_set import locked_as_opened, mark_result_folder
 from quantizer.sources.first_batch import remarks_on_data
-from quantizer.storage.files import cannot_use, write_json
-from quantizer.storage.replacing import replace_file
+from quantizer.storage.files import write_json
+from quantizer.storage.replacing import cannot_use, replace_file
 from quantizer.torch_state import seed_everything
 
 TUNED_CONFIG = "tuned_config.json"
