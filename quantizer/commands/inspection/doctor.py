@@ -24,7 +24,7 @@ from quantizer.cli import session
 from quantizer.cli.arguments.options import Options
 from quantizer.cli.arguments.places import from_start
 from quantizer.cli.terminal import output
-from quantizer.cli.terminal.screen import notes_on_stderr
+from quantizer.cli.terminal.screen import notes_on_stderr, screen
 from quantizer.cli.traced_model import traced_from
 from quantizer.commands.inspection.plan import peaks_of
 from quantizer.config.load import LoadResult, default_config, load_config
@@ -97,6 +97,8 @@ def show_checks(options: Options) -> None:
 def _print(checks: list[CheckResult]) -> None:
     console = output.console()
     for check in checks:
+        if screen().quiet and check.level != "error":
+            continue
         level = (f"{check.level:8}", _STYLES[check.level])
         line = Text.assemble(level, one_line(f"{check.part}: {check.text}"))
         output.print_line(line, console)

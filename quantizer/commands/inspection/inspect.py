@@ -84,7 +84,7 @@ def show_layers(
     elif for_dpu:
         reference = run_passes(original, settings, device=False)
         _show_support(plan.graph, verdict_of, reference, view)
-    else:
+    elif not options.quiet:
         table = tables.layer_table(plan.graph, plan.tensors, plan.floats, view)
         output.console(exact=view.is_exact).print(table)
         for line in plan_remarks(plan):
@@ -98,7 +98,7 @@ def show_layers(
     if not_met:
         raise GateError(
             f"not met: {', '.join(not_met)}",
-            help="the table above says why a layer cannot run on the DPU",
+            help="the table of layers says why one cannot run on the DPU",
         )
 
 
@@ -138,6 +138,8 @@ def _show_structure(options: Options, read: session.ReadConfig, graph: Graph) ->
         content = {title: dataclasses.asdict(part) for title, part in structures.items()}
         click.echo(json_text(content.get("", content)))
         return
+    if options.quiet:
+        return
     for title, structure in structures.items():
         if title:
             say(f"{title}:")
@@ -160,7 +162,7 @@ def _show_support(
 ) -> None:
     """Print the table, the approximations, the sources of limits, and the counts."""
     console = output.console(exact=view.is_exact)
-    console.print(_support_table(graph, verdict_of, view))
+    output.print_table(_support_table(graph, verdict_of, view), console)
     for node in graph.nodes:
         before = reference.by_name[node.name]
         if (node.target, node.attrs) != (before.target, before.attrs):

@@ -86,7 +86,8 @@ def show_plan(options: Options) -> None:
         _show(planned, view, content, read.config.algorithms)
         for line in output_lines(outputs):
             click.echo(line)
-        _show_refused(refusals, planned.graph.model, view)
+        if not options.quiet:
+            _show_refused(refusals, planned.graph.model, view)
         for target in traced.for_:
             for remark in plan_remarks(CHECKED_TARGETS[target], planned):
                 click.echo(remark)
@@ -145,10 +146,8 @@ def _show(
 ) -> None:
     """Print the tables, and sizes below them."""
     console = output.console(exact=view.is_exact)
-    console.print(rule_table(plan, view))
-    console.print()
-    console.print(plan_table(plan, view))
-    console.print()
+    for table in (rule_table(plan, view), "", plan_table(plan, view), ""):
+        output.print_table(table, console)
     before, after = content["weight_bytes"].values()
     click.echo(
         f"{len(plan.tensors)} tensors quantized; weights {before / _MB:.2f} MB -> "

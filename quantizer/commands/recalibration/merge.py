@@ -137,7 +137,8 @@ def _require_mergeable(infos: Sequence[QuantInfo], config: ResolvedConfig) -> No
                 f"{algorithm.name} needs the values that layers read, and statistics do not "
                 "hold them"
             )
-    for why in (*reasons, *why_statistics_insufficient(first.header, "merge")):
+    insufficient = [why for why, _ in why_statistics_insufficient(first.header, "merge")]
+    for why in (*reasons, *insufficient):
         raise ResultError(f"{first.folder} cannot be merged: {why}", help=_TOGETHER)
 
 

@@ -42,7 +42,8 @@ def retune_folder(folder: str, options: RetuneOptions) -> None:
     place = from_start(folder)
     before = CalibratedFolder(place)
     layers = _layers(options.layer, before) if options.layer else None
-    result = retune_activations(before, change, layers)
+    name = Path(options.file).name if options.file else ""
+    result = retune_activations(before, change, layers, name)
     target = from_start(options.output_dir) if options.output_dir else place
     if not options.dry_run:
         require_result_folder(target)
@@ -58,7 +59,8 @@ def retune_folder(folder: str, options: RetuneOptions) -> None:
     texts = [(*map(str, row.values()), _ratio(row)) for row in rows]
     view = view_of(options, before.plan["paths"])
     console = output.console(exact=view.is_exact)
-    console.print(view.listing(titles, texts, numbers=titles[3:], what="tensor"))
+    table = view.listing(titles, texts, numbers=titles[3:], what="tensor")
+    output.print_table(table, console)
     line = counted(len(rows), "tensor")
     if options.dry_run:
         line += " would change; nothing is written"

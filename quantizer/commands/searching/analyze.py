@@ -143,10 +143,11 @@ def _print(result: AnalysisResult, options: AnalyzeOptions, *, stderr: bool) -> 
     console = output.console(stderr=stderr, exact=view.is_exact)
     lines: list[str] = []
     if result.tensors is not None:
-        console.print(sensitivity.ablation_table(result.tensors, view))
+        output.print_table(sensitivity.ablation_table(result.tensors, view), console)
         lines.append(sensitivity.ablation_line(result.tensors))
     if result.analysis is not None:
-        console.print(sensitivity.analysis_table(result.analysis, result.choice, view))
+        table = sensitivity.analysis_table(result.analysis, result.choice, view)
+        output.print_table(table, console)
         for name, why in result.analysis.fixed_widths.items():
             lines.append(view.text(f"not analysed: {name}: {why}"))
     if "stamp" in result.content:

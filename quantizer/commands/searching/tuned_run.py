@@ -89,7 +89,7 @@ class TunedRun:
         """Print the table of the steps, and which changes were kept."""
         console = output.console()
         metrics = [gate.metric for gate in self.gates]
-        console.print(search_table(self.search, metrics))
+        output.print_table(search_table(self.search, metrics), console)
         for line in result_lines(self.search, self.sentence, self.config):
             output.print_line(line, console)
         sys.stdout.flush()
