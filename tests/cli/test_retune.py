@@ -142,7 +142,7 @@ def test_it_is_a_calibration_with_the_changed_config(
     The report names the lines of the config; those of an entry for a layer in the hierarchical
     form are one.
     """
-    folder, changed = calibrated(config), tmp_path / "changed" / "out.json"
+    folder, changed = calibrated(config), tmp_path / "changed" / "new.json"
     changed.parent.mkdir()
     before = (folder / "quant_info.json").read_bytes()
     written = ["--output_dir", str(tmp_path / "retuned"), "-o", str(changed)]
