@@ -32,7 +32,7 @@ class DiffOptions(Options):
     )
     fail_on: str | None = option(
         "Exit with code 1 if a figure of the second is worse by more than 0.1 % (SQNR of "
-        "outputs and parts, metrics with a known direction), or its weights are 1 % larger.",
+        "outputs and parts, metrics), or its weights by more than 1 %.",
         type=click.Choice(["worse"]),
     )
 

@@ -46,7 +46,7 @@ _DERIVED = ("_float", DROP, RISE, RATIO)
 _NEGLIGIBLE = 1e-3
 """Figures may differ by this share because they were measured on different machines."""
 _EQUAL_SIZES = 0.01
-"""Sizes that differ by this share are called equal: a few more scales are no loss."""
+"""Sizes that differ by this share are called equal."""
 _Pair = tuple[float | None, float | None]
 """The values of a figure on the first side and on the second."""
 

@@ -1,7 +1,6 @@
 """Read a file into a `Document`, JSON (RFC 8259) with positions. Every fault of syntax or
-encoding is a finding in a `ConfigError`. The parser continues after what it understands
-(comments, missing and trailing commas, single quotes, duplicate keys, NaN), so that one run
-shows every such fault, and what else is wrong.
+encoding is a finding in a `ConfigError`. The parser continues after comments, missing and
+trailing commas, single quotes, duplicate keys and NaN: one run shows all that is wrong.
 """
 
 import json

@@ -45,8 +45,8 @@ REPLACED_OBSERVERS: Mapping[str, tuple[str, str]] = {
     "PerChannelPowOf2MinMaxObserver": ("PerChannelMinMaxObserver", "pof2"),
     "PerChannelPowOf2MinMSEObserver": ("PerChannelMinMaxObserver", "pof2"),
 }
-"""Observers of AMD Quark that this package lacks: what to write instead, and the scale_type
-that goes with it. They find other ranges, so they are no other spellings.
+"""The observer and the scale_type to write instead of one of AMD Quark. Ranges differ, so these
+are not other spellings.
 """
 
 
