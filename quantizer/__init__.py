@@ -76,7 +76,14 @@ def __getattr__(name: str) -> Any:
         if hasattr(module, name):
             globals()[name] = getattr(module, name)
             return globals()[name]
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    remedy = ""
+    if name.endswith(("Observer", "ObserverPro")):
+        # Only wrong names need it
+        from quantizer.config.forms.aliases import instead_of_observer
+
+        remedy = instead_of_observer(name)
+    message = f"module {__name__!r} has no attribute {name!r}"
+    raise AttributeError(f"{message}: {remedy}" if remedy else message)
 
 
 def homes_of_names() -> dict[str, tuple[str, ...]]:

@@ -11,6 +11,9 @@ from dataclasses import dataclass
 
 _MARK = re.compile(r"<(?:--(?P<options>[^<>]*)|(?P<surface>shell|python):(?P<part>[^<>]*))>")
 
+TEST_OPTIONS = ("eval_data", "evaluate", "skip_len")
+"""The options about data that only test runs take."""
+
 
 @dataclass(frozen=True)
 class Option:

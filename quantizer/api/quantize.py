@@ -119,6 +119,7 @@ def quantize(
     Raises:
         QuantizerError: as of `calibrate` and `Result`; a `UsageError` for a wrong argument.
     """
+    check_float(model, traced=True)
     typed = path_of(folder, "folder")
     place = typed.absolute()
     require_result_folder(place)
@@ -341,7 +342,6 @@ def _batches(
     """Return the batches of the user's data. Without data it is an example input, which
     reports call one.
     """
-    check_float(model, traced=True)
     if data is not None:
         return open_batches(model, data, settings)
     example = [example_input(model, DEFAULT_SEQ_LEN)]

@@ -126,6 +126,11 @@ class ConfigError(UsageError):
         self.diagnostics = tuple(findings)
 
 
+def is_syntax(finding: Diagnostic) -> bool:
+    """Return whether a finding is about the text of a file, not about what it says."""
+    return finding.code.startswith("QZ00")
+
+
 def with_place(finding: Diagnostic) -> Sentence:
     """Return the message of a finding after its place, if it has one."""
     message = marked_text(finding.message)

@@ -17,10 +17,12 @@ from quantizer.config.diagnostics import (
     Diagnostic,
     Diagnostics,
     Fix,
+    by_place,
+    is_syntax,
     merged_by_cause,
 )
 from quantizer.config.document.document import Document, Text
-from quantizer.config.document.read import parse_document, read_text
+from quantizer.config.document.read import parse_document, read_over_faults, read_text
 from quantizer.config.forms.form import ALGORITHM_BLOCKS, Form, form_of, plugin_of_setting
 from quantizer.config.forms.layered import translate_layered
 from quantizer.config.model import ConfigRule, ResolvedConfig, Selector, Settings
@@ -77,7 +79,7 @@ def load_config(path: str | os.PathLike[str]) -> LoadResult:
 def load_text(source: Text) -> LoadResult:
     """Check text that is already read."""
     try:
-        return check_document(parse_document(source))
+        return check_document(read_over_faults(source))
     except ConfigError as error:
         return LoadResult(None, error.diagnostics, error.sources)
 
@@ -94,6 +96,10 @@ def check_document(document: Document) -> LoadResult:
     config, findings = _translate(document)
     if any(finding.fixes for finding in findings):
         findings = _with_tried_fixes(document, findings)
+    if document.problems:
+        # What a fix writes depends on how JSON is laid out
+        others = [replace(finding, fixes=()) for finding in findings if not is_syntax(finding)]
+        findings = by_place([*document.problems, *others])
     source = document.source
     sources = {} if document.dotted else {source.name: source.text}
     return LoadResult(config, findings, sources, document)
@@ -151,7 +157,7 @@ def _translate(document: Document) -> tuple[ResolvedConfig | None, _Findings]:
     tried.
     """
     form = form_of(document.value)
-    findings: list[Diagnostic] = []
+    findings = [*document.problems]
     if form == "hierarchical":
         from quantizer.config.forms.aliases import canonical
 
@@ -160,8 +166,11 @@ def _translate(document: Document) -> tuple[ResolvedConfig | None, _Findings]:
     findings += check_structure(document)
     if len(findings) > _MANY_ERRORS:
         return None, merged_by_cause(findings)
+    unread = document.ignored
+    findings = [row for row in findings if not (row.place and row.place.pointer in unread)]
     places = [finding.place for finding in findings if finding.code not in _HARMLESS]
-    file = replace(document, ignored=frozenset(place.pointer for place in places if place))
+    wrong = {place.pointer for place in places if place}
+    file = replace(document, ignored=unread | wrong)
     # Only the rules that are about something in the file are imported
     if form == "hierarchical":
         from quantizer.config.forms.hierarchical import translate_hierarchical
@@ -253,9 +262,10 @@ def _in_text(document: Document) -> Document:
 
 
 def _findings(source: Text) -> _Findings:
-    """Return all findings on a text."""
-    try:
-        _, findings = _translate(parse_document(source))
-    except ConfigError as error:
-        return error.diagnostics
+    """Return all findings on a text.
+
+    Raises:
+        ConfigError: it cannot be read to its end.
+    """
+    _, findings = _translate(read_over_faults(source))
     return findings

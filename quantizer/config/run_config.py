@@ -17,9 +17,8 @@ from quantizer.config.load import load_text
 from quantizer.config.model import ResolvedConfig
 from quantizer.config.wording import first_names
 from quantizer.errors import QuantizerError, UsageError
-from quantizer.storage.files import cannot_use
 from quantizer.storage.ownership import unmark
-from quantizer.storage.replacing import remove_file, replace_file
+from quantizer.storage.replacing import cannot_use, remove_file, replace_file
 
 RUN_CONFIG = "quantize_config.json"
 """The name of the config in the folder of a run."""

@@ -13,6 +13,7 @@ from quantizer.comparison.output_measure import AlikeOutputs
 from quantizer.config.model import QuantizationSpec
 from quantizer.config.roles import base_role
 from quantizer.errors import GateError
+from quantizer.evaluation.noise_methods import MAX_MEASURED
 from quantizer.graph.channels.output_parts import output_parts
 from quantizer.layerwise.sensitivity import (
     PROJECTIONS,
@@ -40,18 +41,12 @@ NOISE_BATCHES = 4
 """Batches on which outputs are compared. Each takes half a forward pass for each layer, or 8
 backward passes.
 """
-NOISE_METHODS = ("network", "every", "fast")
-"""How the output noise is found: measured at the smallest width and scaled by the layer's
-error, measured at every width, or predicted from gradients.
-"""
 
 
 WidthChoice = Sequence[int]
 """For each analysed weight, the index of its width."""
 GetBatches = Callable[[], Iterable[Batch]]
 """Starts a pass over the data."""
-MAX_MEASURED = 200
-"""With more weights, noise is predicted from gradients if nothing else is asked for."""
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 images, and of the weights that read them.
 """
 
+import os
 from typing import Any, ClassVar, cast
 
 import torch
@@ -96,6 +97,11 @@ def check_float(model: Any, *, traced: bool = False) -> None:
         remedy = "give the Python model; quantize it first, then export or compile it"
         if isinstance(model, type):
             remedy = f"give an instance of it: {model.__name__}(…)"
+        elif isinstance(model, str | os.PathLike):
+            remedy = (
+                "`AutoModelForCausalLM.from_pretrained` of transformers loads a folder; "
+                "`quantizer run` takes paths of models"
+            )
         raise ModelError(f"model is {a_kind(model)}, not a torch.nn.Module", help=remedy)
     for path, module in model.named_modules():
         where = path or "the model"

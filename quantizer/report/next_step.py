@@ -12,7 +12,7 @@ from quantizer.config.json_types import JsonMapping
 from quantizer.config.roles import is_parameter
 from quantizer.declarations import DROP, RATIO, RISE
 from quantizer.evaluation.scores import MAX_RELATIVE_CHANGE
-from quantizer.option_words import Sentence
+from quantizer.option_words import TEST_OPTIONS, Sentence
 from quantizer.plugins import commands
 from quantizer.tables import OF_FILES
 
@@ -43,8 +43,6 @@ DATA_OPTIONS = (
 """The options about a model and its data that all commands of the next step take."""
 PLACES = ("output_dir", "report_dir", "output")
 """The options about where results are written."""
-TEST_OPTIONS = ("eval_data", "evaluate", "skip_len")
-"""Those of them that only test runs take."""
 FILE_REMEDY = Sentence("choose a smaller model, another <--to>, or other options of the target")
 """What to do if only gates about the written file do not hold."""
 _MAKE_CONFIG = "quantizer init --preset dpu -o quantize_config.json"

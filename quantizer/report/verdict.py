@@ -9,6 +9,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
+from quantizer.calibration.held_back import MIN_SAMPLES
 from quantizer.config.json_types import JsonMapping
 from quantizer.config.roles import base_role
 from quantizer.graph.modules import Untraced
@@ -196,7 +197,13 @@ def verdict(facts: VerdictFacts) -> list[str]:
     lines.append(text)
     if facts.notes:
         lines.append(f"Note: {'; '.join(facts.notes)}.")
-    lines += [*measured_lines(facts.tested), *warning_lines(facts.tested)]
+    measured = [*measured_lines(facts.tested)]
+    judged_on = facts.tested.get("judged_on") or {}
+    is_on_all = str(judged_on.get("text")).startswith("on the calibration data")
+    if measured and is_on_all and judged_on["samples"] < MIN_SAMPLES:
+        why = f"fewer than {MIN_SAMPLES} samples hold nothing back"
+        measured[0] = f"{measured[0][:-1]}: {why}."
+    lines += [*measured, *warning_lines(facts.tested)]
     if facts.runtime:
         lines.append(f"{facts.runtime}.")
     # These come last, as the last lines are left out where there are too many

@@ -196,8 +196,11 @@ class QuantInfo(OpenedResults):
         return Settings(**self.header["settings"])
 
 
-def why_statistics_insufficient(header: Mapping[str, Any], purpose: str) -> Iterator[str]:
-    """Yield sentences that say why a calibration cannot be derived from statistics alone.
+def why_statistics_insufficient(
+    header: Mapping[str, Any], purpose: str
+) -> Iterator[tuple[str, str]]:
+    """Yield sentences that say why a calibration cannot be derived from statistics alone, with
+    the key of a config that has to be off, or an empty text.
 
     Args:
         header: of quant_info.json.
@@ -206,9 +209,9 @@ def why_statistics_insufficient(header: Mapping[str, Any], purpose: str) -> Iter
     for step in plugin_steps():
         took_effect = header.get(step.keeps) or header["settings"].get(step.setting)
         if step.why_data and took_effect:
-            yield step.why_data
+            yield step.why_data, step.setting or ""
     if not header["batches"]:
-        yield f"it was quantized without data, so there is nothing to {purpose}"
+        yield f"it was quantized without data, so there is nothing to {purpose}", ""
 
 
 def stored_joins(header: Mapping[str, Any]) -> dict[str, JoinDecision]:

@@ -8,10 +8,11 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from quantizer.errors import ResultError
-from quantizer.storage.files import cannot_use, cannot_write
+from quantizer.storage.files import cannot_write
 from quantizer.storage.opened_files import OpenedFiles
 from quantizer.storage.owned_folder import OwnedFolder
 from quantizer.storage.ownership import mark, owned, owner_of, require_ownable
+from quantizer.storage.replacing import cannot_use
 
 READ_ONLY_ERRNOS = (errno.EROFS, errno.EACCES, errno.EPERM)
 """The errors of the system for a disk, a folder or a file that cannot be written."""

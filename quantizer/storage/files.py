@@ -67,17 +67,6 @@ def cannot_write(path: Path, error: OSError) -> ResultError:
     return ResultError(text, help=help_)
 
 
-def cannot_use(folder: Path, error: OSError) -> ResultError:
-    """Return the error for a folder of results that the system refused to make or to use."""
-    reason = error.strerror or str(error)
-    for path in (folder, *folder.parents):
-        if path.exists() and not path.is_dir():
-            reason = f"{path} is not a folder"
-    return ResultError(
-        f"cannot use {folder} for results: {reason}", help="choose another <--output_dir>"
-    )
-
-
 def write_text(path: Path, text: str) -> str:
     """Write a text in UTF-8, and return its sha256."""
     # A text may have a file name whose bytes are not UTF-8: Python has them as lone surrogates

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-from quantizer.errors import UsageError
+from quantizer.errors import ResultError, UsageError
 from quantizer.storage.owned_folder import OwnedFolder
 from quantizer.storage.ownership import (
     is_owned,
@@ -246,3 +246,14 @@ def remove_folder(path: Path) -> None:
             for name in owner.list.files:
                 owner.remove(name)
         unmark(owner.path, remove_folder=True)
+
+
+def cannot_use(folder: Path, error: OSError) -> ResultError:
+    """Return the error for a folder of results that the system refused to make or to use."""
+    reason = error.strerror or str(error)
+    for path in (folder, *folder.parents):
+        if path.exists() and not path.is_dir():
+            reason = f"{path} is not a folder"
+    return ResultError(
+        f"cannot use {folder} for results: {reason}", help="choose another <--output_dir>"
+    )

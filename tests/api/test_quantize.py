@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import quantizer
 from quantizer.cli.main import run_command
-from quantizer.errors import GateError, UsageError
+from quantizer.errors import GateError, ModelError, UsageError
 
 MODEL = """import torch
 
@@ -286,3 +286,19 @@ def test_parts_that_no_data_reach_are_named_and_counted(tmp_path: Path) -> None:
     layers = next(line for line in done.verdict if line.startswith("In float: "))
     assert "model.vision_model.patch_embedding" in layers
     assert "(not reached by the data)" in layers
+
+
+@pytest.mark.parametrize("place", ["folder", Path("folder"), "net.py"])
+def test_a_path_instead_of_a_model_names_what_loads_it(place: Any) -> None:
+    """Also where there is no data."""
+    config = {"global_quant_config": {"weight": {"dtype": "int8"}}}
+    in_place = quantizer.ModelQuantizer(quantizer.Config.from_dict(config))
+    for call in (
+        lambda: quantizer.quantize(place),
+        lambda: quantizer.quantize(place, [torch.ones(1)], to="onnx"),
+        lambda: quantizer.calibrate(place, config, [torch.ones(1)]),
+        lambda: in_place.quantize_model(place),
+    ):
+        with pytest.raises(ModelError, match=r"from_pretrained.*`quantizer run`"):
+            call()
+    assert not Path("quantize_result").exists()

@@ -13,6 +13,7 @@ from support.configs import document, layer
 from test_ranks import MODEL, calib
 
 from quantizer.cli.main import run_command
+from quantizer.commands.inspection.difference import Side, compare_sides
 
 Capture = pytest.CaptureFixture[str]
 HEAD = "Net::Net/Linear[head]/linear"
@@ -130,6 +131,59 @@ def test_results_tell_scales_and_damage_and_a_worse_one_fails(
         rows = {(row["layer"], row["tensor"]): row for row in found["tensors"]}
         assert "bit_width" in rows[HEAD, "weights"]["spec"]
         assert "local_sqnr_db" not in rows[HEAD, "activation"]
+
+
+READERS = """
+import torch
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.norm, self.relu = nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU()
+        self.b, self.c, self.head = nn.Conv2d(4, 4, 1), nn.Conv2d(4, 4, 1), nn.Linear(64, 2)
+    def forward(self, x):
+        x = self.relu(self.norm(self.a(x)))
+        return self.head((self.b(x) + self.c(x)).flatten(1))
+
+def model():
+    torch.manual_seed(0)
+    return Net().eval()
+def calibration_data():
+    return list(torch.randn(4, 8, 3, 6, 6, generator=torch.Generator().manual_seed(0)))
+"""
+
+
+def test_inputs_of_one_form_are_outputs_of_the_other(tmp_path: Path, capsys: Capture) -> None:
+    """What only one of the forms quantizes is left: two results of a sum, and the head's."""
+    (tmp_path / "net.py").write_text(READERS)
+    net = str(tmp_path / "net.py")
+    inputs = {"weight": {"dtype": "int8"}, "input_tensors": {"dtype": "int8"}}
+    layered = written(tmp_path, "a.json", document())
+    hierarchical = written(tmp_path, "b.json", {"global_quant_config": inputs})
+    folders = [calibrated(net, layered, tmp_path / "one")]
+    folders.append(calibrated(net, hierarchical, tmp_path / "two"))
+    capsys.readouterr()
+    for words in (folders, [layered, hierarchical, "--model", net]):
+        for pair, side in ((words[:2], "first"), (words[1::-1], "second")):
+            assert run_command(["diff", *pair, *words[2:], "--json"]) == 0
+            rows = json.loads(capsys.readouterr().out)["tensors"]
+            left = {
+                row["layer"].split("[")[1][0]
+                for row in rows
+                if row.get("only_in") == side and row["tensor"] == "activation"
+            }
+            assert left == {"b", "c", "h"}
+            assert not [row for row in rows if "only_in" in row and row["tensor"] == "input"]
+    assert run_command(["diff", *folders]) == 0
+    assert "in the second as input of head" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("growth", "code"), [(1.001, 0), (1.009, 0), (1.02, 1)])
+def test_a_user_calls_sizes_equal_that_differ_by_a_percent(growth: float, code: int) -> None:
+    small = Side("Net", {}, {"weight_bytes": 10_000, "sqnr_db": 30.0}, {})
+    large = Side("Net", {}, {"weight_bytes": 10_000 * growth, "sqnr_db": 29.98}, {})
+    assert bool(compare_sides(small, large).worse) == bool(code)
 
 
 @pytest.mark.slow

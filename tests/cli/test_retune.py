@@ -142,7 +142,7 @@ def test_it_is_a_calibration_with_the_changed_config(
     The report names the lines of the config; those of an entry for a layer in the hierarchical
     form are one.
     """
-    folder, changed = calibrated(config), tmp_path / "changed" / "out.json"
+    folder, changed = calibrated(config), tmp_path / "changed" / "new.json"
     changed.parent.mkdir()
     before = (folder / "quant_info.json").read_bytes()
     written = ["--output_dir", str(tmp_path / "retuned"), "-o", str(changed)]
@@ -157,6 +157,7 @@ def test_it_is_a_calibration_with_the_changed_config(
     ]
     assert "rules" in plans[0] and "rules" not in plans[1]
     assert plans[0]["config"] == plans[1]["config"]
+    assert plans[1]["config"]["name"] == changed.name
     assert specs_of(plans[0]) == specs_of(plans[1])
     if "--layer" not in words:
         del plans[0]["rules"]
@@ -241,7 +242,10 @@ def test_what_depends_on_scales_is_refused(
     folder = str(tmp_path / "out")
     assert run_command(calib(net, config_file(tmp_path, kind), tmp_path / "out", "-q")) == 0
     assert run_command(["retune", folder, "--method", "maxmin"]) == 5
-    assert f"{folder} cannot be retuned: {said}" in capsys.readouterr().err
+    printed = capsys.readouterr().err
+    assert f"{folder} cannot be retuned: {said}" in printed
+    edit = '"include_bias_corr": false in bias_correction.json can be retuned'
+    assert (edit in printed) == (kind == "bias correction")
 
 
 def test_it_writes_in_place_and_a_dry_run_writes_nothing(

@@ -10,7 +10,7 @@ import pytest
 from support.llamas import llama, saved
 
 from quantizer.cli.main import run_command
-from quantizer.commands.searching.analyze import analyze
+from quantizer.commands.searching.commands import analyze
 from quantizer.report.next_step import DATA_OPTIONS, try_next
 from quantizer.report.verdict import MAX_LINES
 

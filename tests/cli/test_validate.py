@@ -171,3 +171,53 @@ def test_every_format_takes_a_finding_without_a_place(form: str) -> None:
 def test_a_diff_is_text(capsys: pytest.CaptureFixture[str]) -> None:
     assert run_command(["validate", "--diff", "--format", "json", BROKEN]) == 2
     assert "--diff cannot be combined with --format json" in capsys.readouterr().err
+
+
+FAULTS = {
+    "a comment": ('{"', '{ // note\n"', 0),
+    "a trailing comma": ("}}", "},}", 1),
+    "no comma": ('"CPU", "', '"CPU" "', 1),
+    "no comma in a list": ('"weights", ', '"weights" ', 1),
+    "single quotes": ('"CPU"', "'CPU'", 1),
+    "a bare key": ('"include_cle"', "include_cle", 1),
+    "a word of Python": ("false", "False", 1),
+    "a bare word": ('"half_even"', "half_even", 0),
+    "a number": ('"bit_width": 8', '"bit_width": 08', 0),
+    "not finite": ('"bit_width": 8', '"bit_width": NaN', 0),
+    "an escape": ('"half_even"', '"half\\.even"', 0),
+    "a second key": ('{"', '{"include_cle": true, "', 0),
+    "a second bracket": ("}}", "}}}", 0),
+}
+"""What is replaced, by what, and whether --fix knows the answer."""
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_what_is_wrong_behind_a_fault_of_syntax_is_found_in_the_same_round(
+    fault: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before, after, fixes = FAULTS[fault]
+    config = json.loads((ROOT / "configs" / "default.json").read_text("utf-8"))
+    config = {key: value for key, value in config.items() if not key.startswith(("//", "$"))}
+    config |= {"target_device": "CPU", "no_such_key": 1}
+    overall = config.pop("overall_quantize_config") | {"method": "maxmum"}
+    text = json.dumps(config | {"overall_quantize_config": overall})
+    path = tmp_path / "net.json"
+    assert before in text
+    path.write_text(text.replace(before, after, 1))
+    assert run_command(["validate", str(path), "--format", "json"]) == 2
+    found = json.loads(capsys.readouterr().out)
+    codes = {row["code"]: row for row in found}
+    assert {"QZ101", "QZ102"} <= codes.keys(), codes
+    [syntax] = [row for row in found if row["code"] < "QZ010"]
+    assert "not checked" not in syntax["message"]
+    assert run_command(["validate", str(path), "--fix"]) == (1 if fixes else 2)
+    assert ("fixed" in capsys.readouterr().out) == bool(fixes)
+
+
+@pytest.mark.parametrize("text", ['{"include_cle": true', '{"a" 1, "b": 2}', '{"a": "b}\n'])
+def test_it_is_said_that_the_rest_was_not_checked(
+    text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "net.json").write_text(text)
+    assert run_command(["validate", str(tmp_path / "net.json")]) == 2
+    assert "; the rest of the file was not checked" in capsys.readouterr().out

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from support.without_torch import BLOCK, BLOCKED
 
+from quantizer.cli.main import subcommands
 from quantizer.installation import pip_line
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -26,7 +27,9 @@ LIGHT = [
     ["explain", "QZ301"],
     ["explain", "gptq"],
     ["schema"],
-    ["run", "--help"],
+    ["diff", str(CONFIGS / "weight_int8.json"), str(CONFIGS / "weight_int4_group.json")],
+    ["help", "analyze"],
+    *([name, "--help"] for name in subcommands()),
 ]
 SLIPS = {
     2: [["run"], ["run", "net.py", "--to", "tensor"], ["run", "net.py", "--presett", "dpu"]],
@@ -36,7 +39,9 @@ SLIPS = {
 HEAVY = [
     ["--quant_mode", "calib", "--model", "my_model.py"],
     ["plan", "--model", "my_model.py"],
-    ["inspect", "--help"],
+    ["inspect", "--model", "my_model.py"],
+    ["retune", "--method", "maxmin"],
+    ["report"],
     ["analyze", "--model", "my_model.py"],
     ["explain", "--model", "my_model.py", "conv1"],
 ]

@@ -4,6 +4,7 @@ lines that they show.
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 from pathlib import Path
@@ -11,8 +12,15 @@ from pathlib import Path
 import pytest
 from support.printed import is_printed
 
+import quantizer
 from quantizer.cli.main import run_command
-from quantizer.config.forms.aliases import KEY_ALIASES, TYPE_ALIASES, VALUE_ALIASES
+from quantizer.config.forms.aliases import (
+    KEY_ALIASES,
+    REPLACED_OBSERVERS,
+    TYPE_ALIASES,
+    VALUE_ALIASES,
+    instead_of_observer,
+)
 from quantizer.config.load import load_config
 from quantizer.config.resources import load_resource
 
@@ -83,3 +91,22 @@ def test_every_spelling_and_every_silent_key_is_named() -> None:
     properties = {**schema["properties"], **schema["definitions"]["spec"]["properties"]}
     silent = {key for key, entry in properties.items() if entry.get("code") == "QZ118"}
     assert {word for word in (words - classes) | silent if f"`{word}`" not in PAGE} == set()
+
+
+@pytest.mark.parametrize("name", REPLACED_OBSERVERS)
+def test_an_observer_that_is_not_here_has_one_replacement_everywhere(
+    name: str, tmp_path: Path
+) -> None:
+    """In the message, in Python and on the page of names."""
+    remedy = instead_of_observer(name)
+    spec = {"dtype": "int8", "observer_cls": name}
+    (tmp_path / "net.json").write_text(json.dumps({"global_quant_config": {"weight": spec}}))
+    [finding] = load_config(tmp_path / "net.json").diagnostics
+    assert finding.help == remedy
+    with pytest.raises(AttributeError, match=re.escape(remedy)):
+        getattr(quantizer, name)
+    rows = (ROOT / "docs" / "quark_names.md").read_text("utf-8").splitlines()
+    [row] = [row for row in rows if f"`{name}`" in row]
+    observer, scale_type = REPLACED_OBSERVERS[name]
+    told = f"`{observer}`" + (f' with `"scale_type": "{scale_type}"`' if scale_type else "")
+    assert row.endswith(f"| {told} |")

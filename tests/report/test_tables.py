@@ -10,7 +10,8 @@ import re
 import pytest
 from rich.console import Console
 
-from quantizer.commands.inspection.difference import Side, compare_sides, difference_table
+from quantizer.commands.inspection.difference import Side, compare_sides
+from quantizer.commands.inspection.tensor_rows import tensor_table
 from quantizer.graph.ir import Graph, Node
 from quantizer.report.tables import damage_table, layer_table, usual_specs, usual_text
 from quantizer.report.view import Listing, TableView
@@ -35,7 +36,7 @@ def test_a_difference_in_the_zero_point_alone_is_named() -> None:
     for zero_point in (3, 5):
         entry = {"spec": {"dtype": "int"}, "scale": 0.5, "zero_point": zero_point}
         sides.append(Side("net", {("fc", "input"): entry}, {}, {}))
-    (row,) = difference_table(compare_sides(*sides), TableView()).rows
+    (row,) = tensor_table(compare_sides(*sides).rows, TableView()).rows
     assert row[:3] == ("fc", "input", "zero point")
 
 

@@ -158,7 +158,7 @@ def _screen_options() -> list[click.Parameter]:
         ["--quiet", "-q"],
         is_flag=True,
         callback=set_quiet,
-        help="Print no progress and no notes.",
+        help="Print no tables, no progress and no notes: only figures and verdicts.",
     )
     verbose = make(
         ["--verbose", "-v"],

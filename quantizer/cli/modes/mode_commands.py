@@ -102,7 +102,7 @@ def _config_of(options: Options) -> str:
     Raises:
         ResultError: it cannot be written, or the folder is not one for results.
     """
-    # As in `calib`
+    # It imports what only an installation with torch has
     from quantizer.config.run_config import RUN_CONFIG, write_config
     from quantizer.results.result_set import mark_result_folder, require_result_folder
 

@@ -189,7 +189,7 @@ def require_met(
     gates: Sequence[Gate],
     outcome: Outcome,
     *,
-    remedy: str = "the table above shows which layers lose most",
+    remedy: str = "the table of layers shows which lose most",
 ) -> None:
     """Raise `GateError` if a gate does not hold, or its metric was not measured. GitHub Actions
     get a summary of the run before.

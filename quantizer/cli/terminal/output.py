@@ -111,7 +111,13 @@ def show(outcome: Outcome, options: Options) -> None:
         if isinstance(item, str):
             print_line(item, stdout)
         else:
-            stdout.print(item)
+            print_table(item, stdout)
+
+
+def print_table(table: RenderableType, stream: Console) -> None:
+    """Print a table, unless `--quiet` is given."""
+    if not screen().quiet:
+        stream.print(table)
 
 
 def print_verdict(lines: Iterable[str]) -> None:
@@ -186,7 +192,7 @@ def show_layers(
     """Print the table of all layers, for `--inspect`."""
     view = table_view(options, graph)
     table = layer_table(graph, tensors, floats, view)
-    console(exact=view.is_exact).print(table)
+    print_table(table, console(exact=view.is_exact))
 
 
 def annotate(options: Options, not_met: Sequence[str], report: JsonObject) -> None:

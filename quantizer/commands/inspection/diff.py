@@ -31,8 +31,8 @@ class DiffOptions(Options):
         "Also write the difference as a page to FILE.", type=PathType(), metavar="FILE"
     )
     fail_on: str | None = option(
-        "Exit with code 1 if a figure of the second is worse by 0.1 % or more: SQNR of outputs "
-        "and parts, metrics with a known direction, size of the weights.",
+        "Exit with code 1 if a figure of the second is worse by more than 0.1 % (SQNR of "
+        "outputs and parts, metrics), or its weights by more than 1 %.",
         type=click.Choice(["worse"]),
     )
 
@@ -97,7 +97,7 @@ def diff(first: str, second: str, options: DiffOptions) -> None:
     if difference.worse:
         raise GateError(
             f"worse: {', '.join(difference.worse)}",
-            help="the table above shows which layers lose most",
+            help="the table of layers shows which lose most",
         )
 
 

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 import click
 
@@ -18,6 +17,12 @@ from quantizer.cli.terminal.output import view_of
 from quantizer.cli.terminal.render import say, say_note
 from quantizer.cli.terminal.screen import notes_on_stderr
 from quantizer.cli.traced_model import traced_model
+from quantizer.commands.inspection.tensor_rows import (
+    SQNR,
+    differing_tensors,
+    tensor_table,
+    tensors_at_outputs,
+)
 from quantizer.comparison.output_figures import POOLED_FIGURE, ROWS_KEPT, WORST_SAMPLES
 from quantizer.config.json_types import JsonMapping, JsonObject
 from quantizer.declarations import DROP, RATIO, RISE
@@ -28,18 +33,20 @@ from quantizer.plan.size import weight_bytes
 from quantizer.printable import json_text
 from quantizer.report.content import shown_by_plugin
 from quantizer.report.tables import figures_by_tensor, finite_or_none, number_text
-from quantizer.report.view import Listing, TableRow, TableView
+from quantizer.report.view import TableRow, TableView
 from quantizer.results.folder import REPORT_FILE, read_info
+from quantizer.results.graph_file import read_graph
 from quantizer.sources.directions import BY_NAME, Directions
 from quantizer.tables import POOLED_METRICS
 
-_SQNR = ("local_sqnr_db", "accumulated_sqnr_db")
 _SIZE = "weight_bytes"
 """The figure that no test is needed for."""
 _DERIVED = ("_float", DROP, RISE, RATIO)
 """The ends of the names of figures that are computed from a metric."""
 _NEGLIGIBLE = 1e-3
 """Figures may differ by this share because they were measured on different machines."""
+_EQUAL_SIZES = 0.01
+"""Sizes that differ by this share are called equal."""
 _Pair = tuple[float | None, float | None]
 """The values of a figure on the first side and on the second."""
 
@@ -57,6 +64,7 @@ class Side:
         metrics: the names of the figures that `evaluate` returns.
         directions: the declared directions of metrics.
         is_tested: whether test mode has measured it. Plans count as tested.
+        at_output: for the input of a layer, the tensor where its value is made.
     """
 
     model: str
@@ -66,13 +74,14 @@ class Side:
     metrics: frozenset[str] = frozenset()
     directions: Directions = BY_NAME
     is_tested: bool = True
+    at_output: Mapping[Key, Key] = field(default_factory=dict)
 
     def without_test(self) -> Side:
         """Return the side without the figures that test mode measures."""
         tensors = {}
         for key, tensor in self.tensors.items():
             calibrated = dict(tensor)
-            for name in _SQNR:
+            for name in SQNR:
                 del calibrated[name]
             tensors[key] = calibrated
         figures = {_SIZE: self.figures[_SIZE]}
@@ -123,9 +132,13 @@ def side_of_folder(place: Path) -> Side:
         for role, entry in roles.items():
             key = (layer, role)
             tensor = {name: entry.get(name) for name in ("spec", "scale", "zero_point")}
-            for name in _SQNR:
+            for name in SQNR:
                 tensor[name] = measured.get(key, {}).get(name)
             tensors[key] = tensor
+    graph_file = read_graph(opened)
+    at_output: Mapping[Key, Key] = {}
+    if graph_file is not None:
+        at_output = tensors_at_outputs(graph_file.stored.graph, tensors)
     figures = _figures(tested)
     figures[_SIZE] = plan["weight_bytes"]["quantized"]
     return Side(
@@ -136,6 +149,7 @@ def side_of_folder(place: Path) -> Side:
         metrics=frozenset(tested.get("pairs", {})),
         directions=Directions.from_json(tested.get("lower_is_better", {})),
         is_tested=bool(tested.get("outputs")),
+        at_output=at_output,
     )
 
 
@@ -208,16 +222,15 @@ def side_of_plan(plan: Plan, paths: Mapping[str, str]) -> Side:
     """
     tensors = {key: {"spec": tensor.spec.to_json()} for key, tensor in plan.tensors.items()}
     _, quantized_bytes = weight_bytes(plan)
-    return Side(plan.graph.model, tensors, {_SIZE: quantized_bytes}, paths)
+    at_output = tensors_at_outputs(plan.graph, tensors)
+    figures = {_SIZE: quantized_bytes}
+    return Side(plan.graph.model, tensors, figures, paths, at_output=at_output)
 
 
 def compare_sides(first: Side, second: Side) -> Difference:
     """Return the tensors and figures that differ, in the order of the first side."""
-    rows = []
-    for key in {**first.tensors, **second.tensors}:
-        row = _differing_tensor(key, first.tensors.get(key), second.tensors.get(key))
-        if row is not None:
-            rows.append(row)
+    at_output = {**first.at_output, **second.at_output}
+    rows = list(differing_tensors(first.tensors, second.tensors, at_output))
     figures = {}
     for name in {**first.figures, **second.figures}:
         before = first.figures.get(name)
@@ -235,111 +248,25 @@ def compare_sides(first: Side, second: Side) -> Difference:
         is_lower_better = directions.of_figure(name, metrics)
         if is_lower_better is None:
             result.unknown.append(name)
-        elif _is_worse(*values, is_lower_better=is_lower_better):
+            continue
+        share = _EQUAL_SIZES if name == _SIZE else _NEGLIGIBLE
+        if _is_worse(*values, share, is_lower_better=is_lower_better):
             result.worse.append(name)
     return result
 
 
-def _differing_tensor(
-    key: Key, before: JsonMapping | None, after: JsonMapping | None
-) -> JsonObject | None:
-    """Return the values of a tensor that differ, or None if none does."""
-    layer, role = key
-    row: JsonObject = {"layer": layer, "tensor": role}
-    if before is None or after is None:
-        return row | {"only_in": "second" if before is None else "first"}
-    specs = _differing(before["spec"], after["spec"], after["spec"])
-    values = _differing(before, after, ("scale", "zero_point", *_SQNR))
-    if not specs and not values:
-        return None
-    return row | {"spec": specs} | values
-
-
-def _differing(before: JsonMapping, after: JsonMapping, names: Iterable[str]) -> JsonObject:
-    """Return both values of each name whose values differ."""
-    pairs = {name: [before.get(name), after.get(name)] for name in names}
-    return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
-
-
-def _is_worse(before: float | None, after: float | None, *, is_lower_better: bool) -> bool:
-    """Return whether the second value of a figure is worse. A value that is missing now is
-    worse, too.
+def _is_worse(
+    before: float | None, after: float | None, share: float, *, is_lower_better: bool
+) -> bool:
+    """Return whether the second value of a figure is worse by more than a share of the first.
+    A value that is missing now is worse, too.
     """
     if before is None or before == -math.inf:
         return False
     if after is None:
         return True
     loss = after - before if is_lower_better else before - after
-    return loss == math.inf or loss > _NEGLIGIBLE * abs(before)
-
-
-def difference_table(different: Difference, view: TableView) -> Listing:
-    """Return the tensors that differ. Those whose SQNR fell most are shown first."""
-    lines = []
-    ranks: list[float | None] = []
-    for row in different.rows:
-        local, accumulated = [_pair_text(row.get(name)) for name in _SQNR]
-        line = (
-            row["layer"],
-            row["tensor"],
-            ", ".join(_changes(row)),
-            _scale_ratios(row.get("scale")),
-            local,
-            accumulated,
-        )
-        lines.append(line)
-        ranks.append(_sqnr_change(row))
-    titles = ("layer", "tensor", "changed", "scale ratio", "local dB", "accumulated dB")
-    return view.listing(titles, lines, ranks, numbers=titles[3:], what="tensor")
-
-
-def _changes(row: JsonMapping) -> Iterator[str]:
-    """Yield the changes of a tensor that no other column shows."""
-    if "only_in" in row:
-        yield f"only in the {row['only_in']}"
-    if "zero_point" in row and "scale" not in row:
-        yield "zero point"
-    for name, (before, after) in row.get("spec", {}).items():
-        yield f"{name} {before} → {after}"
-
-
-def _sqnr_change(row: JsonMapping) -> float:
-    """Return the change of the accumulated SQNR, and 0 where it is not measured."""
-    before, after = row.get("accumulated_sqnr_db", (None, None))
-    if before is None or after is None:
-        return 0.0
-    return float(after - before)
-
-
-def _pair_text(pair: Iterable[float | None] | None) -> str:
-    """Return two values as text, or nothing if they do not differ."""
-    if pair is None:
-        return ""
-    texts = [number_text(value, ".2f") for value in pair]
-    return " → ".join(texts)
-
-
-def _scale_ratios(pair: Iterable[Any] | None) -> str:
-    """Return the factor by which a scale changed. For several scales, return the least and the
-    largest factor.
-    """
-    if pair is None:
-        return ""
-    before, after = [value if isinstance(value, list) else [value] for value in pair]
-    if len(before) != len(after):
-        return "other scales"
-    ratios = []
-    for old, new in zip(before, after, strict=True):
-        if not _is_scale(old) or not _is_scale(new):
-            return "other scales"
-        ratios.append(new / old)
-    least = f"{min(ratios):.3f}"
-    most = f"{max(ratios):.3f}"
-    return least if least == most else f"{least} … {most}"
-
-
-def _is_scale(value: Any) -> bool:
-    return isinstance(value, (int, float)) and value != 0
+    return loss == math.inf or loss > share * abs(before)
 
 
 def figure_rows(different: Difference) -> Iterator[TableRow]:
@@ -421,7 +348,7 @@ def _show(
     result = compare_sides(first, second)
     html, *names = places
     if html:
-        table = difference_table(result, TableView({**second.paths, **first.paths}))
+        table = tensor_table(result.rows, TableView({**second.paths, **first.paths}))
         content = {
             "model": first.model,
             "first": names[0],
@@ -438,7 +365,8 @@ def _show(
         return result
     view = view_of(options, {**second.paths, **first.paths})
     if result.rows:
-        output.console(exact=view.is_exact).print(difference_table(result, view))
+        table = tensor_table(result.rows, view)
+        output.print_table(table, output.console(exact=view.is_exact))
     for name, before, after, remark in figure_rows(result):
         line = f"{name} {before} → {after}"
         say(f"{line}, {remark}" if remark else line)

@@ -20,11 +20,10 @@ import torch
 from rich.text import Text
 
 from quantizer.cli import session
-from quantizer.cli.arguments.grouped_command import command
-from quantizer.cli.arguments.options import LOOK, Options, takes
+from quantizer.cli.arguments.options import Options
 from quantizer.cli.arguments.places import from_start
 from quantizer.cli.terminal import output
-from quantizer.cli.terminal.screen import notes_on_stderr
+from quantizer.cli.terminal.screen import notes_on_stderr, screen
 from quantizer.cli.traced_model import traced_from
 from quantizer.commands.inspection.plan import peaks_of
 from quantizer.config.load import LoadResult, default_config, load_config
@@ -75,26 +74,11 @@ _data = partial(CheckResult, "data")
 _plan = partial(CheckResult, "plan")
 
 
-@command()
-@takes(
-    *(name for name in LOOK if name not in ("output", "overwrite")),
-    "to_",
-    "subset_len",
-    "seed",
-    "device",
-    "output_dir",
-    "memory",
-    to_="Also check that NAME of `quantizer targets` can hold the result. May be repeated.",
-)
-def doctor(options: Options) -> None:
-    """Check machine, config, data and model before a run: what would be slow, wrong or left in
-    float, with a remedy for each.
+def show_checks(options: Options) -> None:
+    """Print what the checks find.
 
-    Without --model only the machine and the config are checked. The exit code is 1 if there is
-    an error.
-
-    \b
-    quantizer doctor --config_file net.json --model my_model.py
+    Raises:
+        GateError: it has errors.
     """
     with notes_on_stderr(True), redirect_stdout(sys.stderr):
         checks = list(_checks(options))
@@ -112,6 +96,8 @@ def doctor(options: Options) -> None:
 def _print(checks: list[CheckResult]) -> None:
     console = output.console()
     for check in checks:
+        if screen().quiet and check.level != "error":
+            continue
         level = (f"{check.level:8}", _STYLES[check.level])
         line = Text.assemble(level, one_line(f"{check.part}: {check.text}"))
         output.print_line(line, console)

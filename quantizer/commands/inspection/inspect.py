@@ -9,8 +9,7 @@ from typing import Any
 import click
 
 from quantizer.cli import session
-from quantizer.cli.arguments.grouped_command import GroupedOption, command
-from quantizer.cli.arguments.options import LOOK, TABLE, Options, takes
+from quantizer.cli.arguments.options import Options
 from quantizer.cli.arguments.places import from_start
 from quantizer.cli.modes.float_mode import config_to_look
 from quantizer.cli.terminal import output
@@ -44,45 +43,14 @@ _NUMBERS = frozenset({"channels"})
 _TITLES = ("layers that read one value", "channels", "factors are folded into")
 
 
-@command()
-@takes(*TABLE, "filter", *LOOK)
-@click.option(
-    "--to",
-    cls=GroupedOption,
-    old_names=["--target"],
-    type=click.Choice(["DPU"], case_sensitive=False),
-    help="List which layers this device can run, and why it cannot run the others.",
-)
-@click.option(
-    "--algorithms",
-    is_flag=True,
-    help="List blocks, groups of layers with one input, and where scaling factors fold.",
-)
-@click.option(
-    "--gate",
-    multiple=True,
-    metavar="TEST",
-    help="Exit with code 1 unless TEST holds, e.g. 'cpu_operators<=2'.",
-)
-def inspect(options: Options, to: str | None, algorithms: bool, gate: tuple[str, ...]) -> None:
-    """List the name, operator and output shape of each layer, its quantized tensors, and why
-    others stay in float.
-
-    Without a config, all tensors count as quantized that can be. With --to DPU, or a config
-    for the DPU, the table shows what the device can run. With --algorithms it shows blocks and
-    groups of layers, by the names that scaling_layers and inside_layer_modules take. With -o
-    FILE.py the network is also written as readable code, as calibration does.
-
-    \b
-    quantizer inspect --model my_model.py
-    quantizer inspect --filter 'layer1.*' --model my_model.py
-    quantizer inspect --to DPU --model my_model.py
-    quantizer inspect --algorithms --model my_model.py
-    """
+def show_layers(
+    options: Options, gate: tuple[str, ...], *, to_dpu: bool, algorithms: bool
+) -> None:
+    """Print the layers of a model, or its structure, or what the DPU can run."""
     gates = [parse_gate(text) for text in gate]
     read = config_to_look(options.config_file)
     settings = read.config.settings
-    for_dpu = to is not None
+    for_dpu = to_dpu
     if options.config_file is not None and settings.target_device == "DPU":
         for_dpu = True
     if algorithms:
@@ -116,7 +84,7 @@ def inspect(options: Options, to: str | None, algorithms: bool, gate: tuple[str,
     elif for_dpu:
         reference = run_passes(original, settings, device=False)
         _show_support(plan.graph, verdict_of, reference, view)
-    else:
+    elif not options.quiet:
         table = tables.layer_table(plan.graph, plan.tensors, plan.floats, view)
         output.console(exact=view.is_exact).print(table)
         for line in plan_remarks(plan):
@@ -130,7 +98,7 @@ def inspect(options: Options, to: str | None, algorithms: bool, gate: tuple[str,
     if not_met:
         raise GateError(
             f"not met: {', '.join(not_met)}",
-            help="the table above says why a layer cannot run on the DPU",
+            help="the table of layers says why one cannot run on the DPU",
         )
 
 
@@ -170,6 +138,8 @@ def _show_structure(options: Options, read: session.ReadConfig, graph: Graph) ->
         content = {title: dataclasses.asdict(part) for title, part in structures.items()}
         click.echo(json_text(content.get("", content)))
         return
+    if options.quiet:
+        return
     for title, structure in structures.items():
         if title:
             say(f"{title}:")
@@ -192,7 +162,7 @@ def _show_support(
 ) -> None:
     """Print the table, the approximations, the sources of limits, and the counts."""
     console = output.console(exact=view.is_exact)
-    console.print(_support_table(graph, verdict_of, view))
+    output.print_table(_support_table(graph, verdict_of, view), console)
     for node in graph.nodes:
         before = reference.by_name[node.name]
         if (node.target, node.attrs) != (before.target, before.attrs):

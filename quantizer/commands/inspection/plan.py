@@ -8,8 +8,7 @@ import click
 
 from quantizer.calibration import memory_prediction
 from quantizer.cli import session
-from quantizer.cli.arguments.grouped_command import command
-from quantizer.cli.arguments.options import LOOK, TABLE, Options, takes
+from quantizer.cli.arguments.options import Options
 from quantizer.cli.arguments.places import from_start
 from quantizer.cli.terminal import output
 from quantizer.cli.terminal.output import filtered_view
@@ -41,28 +40,8 @@ from quantizer.storage.files import write_json
 _MB = 1e6
 
 
-@command()
-@takes(
-    *TABLE,
-    "filter",
-    "to_",
-    "for_",
-    "fast_finetune",
-    "dpu_accuracy",
-    "memory",
-    *LOOK,
-    to_="Check that NAME of `quantizer targets` can hold the plan. May be repeated.",
-)
-def plan(options: Options) -> None:
-    """Show the effect of a config on a model: the layers that each rule matches, the spec of
-    each tensor, the size before and after, and the memory for calibration.
-
-    Only the first batches are read, for their shapes. Algorithms do not run, but names in their
-    settings are checked.
-
-    \b
-    quantizer plan --config_file net.json --model my_model.py
-    """
+def show_plan(options: Options) -> None:
+    """Print the plan of a config and a model, or write it as JSON."""
     require_extras(options.for_, to_plan=True)
     with notes_on_stderr(options.json):
         read, finetuned = session.config_as_asked(
@@ -105,7 +84,8 @@ def plan(options: Options) -> None:
         _show(planned, view, content, read.config.algorithms)
         for line in output_lines(outputs):
             click.echo(line)
-        _show_refused(refusals, planned.graph.model, view)
+        if not options.quiet:
+            _show_refused(refusals, planned.graph.model, view)
         for target in traced.for_:
             for remark in plan_remarks(CHECKED_TARGETS[target], planned):
                 click.echo(remark)
@@ -168,10 +148,8 @@ def _show(
 ) -> None:
     """Print the tables, and sizes below them."""
     console = output.console(exact=view.is_exact)
-    console.print(rule_table(plan, view))
-    console.print()
-    console.print(plan_table(plan, view))
-    console.print()
+    for table in (rule_table(plan, view), "", plan_table(plan, view), ""):
+        output.print_table(table, console)
     before, after = content["weight_bytes"].values()
     click.echo(
         f"{len(plan.tensors)} tensors quantized; weights {before / _MB:.2f} MB -> "

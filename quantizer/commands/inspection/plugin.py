@@ -6,17 +6,17 @@ PLUGIN = Plugin(
     "inspection",
     commands={
         "doctor": Command(
-            "quantizer.commands.inspection.doctor:doctor",
+            "quantizer.commands.inspection.commands:doctor",
             "Check machine, config, data and model before a run.",
             7,
         ),
         "inspect": Command(
-            "quantizer.commands.inspection.inspect:inspect",
+            "quantizer.commands.inspection.commands:inspect",
             "List the layers of a model and what can be quantized.",
             8,
         ),
         "plan": Command(
-            "quantizer.commands.inspection.plan:plan",
+            "quantizer.commands.inspection.commands:plan",
             "Show what a config does to a model, without calibrating.",
             9,
         ),

@@ -65,14 +65,16 @@ class CalibratedFolder:
         self.opened = read_info(place)
         self.header = self.opened.header
         self.plan = self.opened.plan
-        why = next(why_statistics_insufficient(self.header, "retune"), None)
+        reasons = [*why_statistics_insufficient(self.header, "retune")]
         if self.header["settings"]["target_device"] == "DPU":
             why = "scales for the DPU are aligned with each other, layer by layer"
-        if why is not None:
-            raise ResultError(
-                f"{place} cannot be retuned: {why}",
-                help="calibrate again with the other config",
-            )
+            reasons.insert(0, (why, ""))
+        for why, key in reasons:
+            remedy = "calibrate again with the other config"
+            if key:
+                name = self.plan.get("config", {}).get("name", "the config")
+                remedy += f'; what is calibrated with "{key}": false in {name} can be retuned'
+            raise ResultError(f"{place} cannot be retuned: {why}", help=remedy)
         self.entries: _Entries = {}
         left = [join["left"] for join in self.header["joins"].values()]
         for entries in (self.opened.entries, *left):

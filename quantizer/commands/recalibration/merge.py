@@ -2,19 +2,15 @@
 
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-import click
 
 from quantizer.calibration import fingerprint, steps
 from quantizer.calibration.request import CalibrationRequest, StoredStatistics, decisions_of
 from quantizer.calibration.target import Target
 from quantizer.cli import session
-from quantizer.cli.arguments.grouped_command import command
-from quantizer.cli.arguments.options import Options, option, takes
-from quantizer.cli.arguments.places import PathType, from_start
+from quantizer.cli.arguments.options import Options
+from quantizer.cli.arguments.places import from_start
 from quantizer.cli.run_folder import (
     from_here,
     log_run,
@@ -25,9 +21,10 @@ from quantizer.cli.run_folder import (
 from quantizer.cli.terminal.follow import run_display
 from quantizer.cli.terminal.output import Outcome, show
 from quantizer.cli.terminal.screen import notes_on_stderr
+from quantizer.commands.recalibration.commands import MergeOptions
 from quantizer.config.model import ResolvedConfig
 from quantizer.config.wording import counted
-from quantizer.errors import ResultError, UsageError
+from quantizer.errors import ResultError
 from quantizer.graph.tracing.parameters import with_views
 from quantizer.results.calibrated import check_model, stored_config
 from quantizer.results.folder import (
@@ -47,46 +44,8 @@ _ALIKE = "calibrate both alike"
 _TOGETHER = "calibrate once on all data instead: several ranks can share it"
 
 
-@dataclass(frozen=True)
-class MergeOptions(Options):
-    """The options of `quantizer merge`."""
-
-    output: str = option(
-        "The result folder to write.",
-        "-o",
-        default="quantize_result",
-        type=PathType(),
-        metavar="DIR",
-        group="Output",
-    )
-
-
-@command()
-@click.argument("folders", nargs=-1, required=True, type=PathType(), metavar="DIR DIR...")
-@takes(
-    "model",
-    "weights",
-    "trust",
-    "output",
-    "overwrite",
-    "json",
-    model="The model that was calibrated: file.py, file.py:factory or a Hugging Face folder.",
-    kind=MergeOptions,
-)
-def merge(folders: tuple[str, ...], options: MergeOptions) -> None:
-    """Merge result folders that were calibrated on different data, with the same model and
-    config.
-
-    The result is that of a single run over all batches, in the order of the folders. Give the
-    model too: a result folder never makes code run.
-
-    \b
-    quantizer merge monday tuesday --model my_model.py -o both
-    """
-    if len(folders) < 2:
-        raise UsageError(
-            "there is only one folder to merge", help="give two or more result folders"
-        )
+def merge_folders(folders: tuple[str, ...], options: MergeOptions) -> None:
+    """Write the result folder that several others make, and print what came out."""
     places = list(map(Path, folders))
     folder = from_start(options.output)
     require_result_folder(folder)
@@ -178,7 +137,8 @@ def _require_mergeable(infos: Sequence[QuantInfo], config: ResolvedConfig) -> No
                 f"{algorithm.name} needs the values that layers read, and statistics do not "
                 "hold them"
             )
-    for why in (*reasons, *why_statistics_insufficient(first.header, "merge")):
+    insufficient = [why for why, _ in why_statistics_insufficient(first.header, "merge")]
+    for why in (*reasons, *insufficient):
         raise ResultError(f"{first.folder} cannot be merged: {why}", help=_TOGETHER)
 
 

@@ -3,12 +3,12 @@
 from quantizer.declarations import Command, Plugin
 
 _RETUNE = Command(
-    "quantizer.commands.recalibration.retune:retune",
+    "quantizer.commands.recalibration.commands:retune",
     "Recompute scales from the statistics of a calibration.",
     13,
 )
 _MERGE = Command(
-    "quantizer.commands.recalibration.merge:merge",
+    "quantizer.commands.recalibration.commands:merge",
     "Merge result folders that were calibrated on parts of the data.",
     15,
 )

@@ -1,19 +1,17 @@
 """`quantizer retune`: recomputes scales from stored statistics, without model and data."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
 
 import click
 
-from quantizer.cli.arguments.grouped_command import command
-from quantizer.cli.arguments.options import TABLE, Options, option, takes
-from quantizer.cli.arguments.places import PathType, from_start, layers_of_results, write_output
+from quantizer.cli.arguments.places import from_start, write_output
 from quantizer.cli.run_folder import from_here, remember
 from quantizer.cli.terminal import output
 from quantizer.cli.terminal.output import view_of
 from quantizer.commands.recalibration.calibrated_folder import CalibratedFolder
+from quantizer.commands.recalibration.commands import RetuneOptions
 from quantizer.commands.recalibration.retuned_folder import (
     Change,
     RetunedFolder,
@@ -21,75 +19,16 @@ from quantizer.commands.recalibration.retuned_folder import (
 )
 from quantizer.config.wording import counted, did_you_mean
 from quantizer.errors import UsageError
-from quantizer.observers import BATCH_STATISTICS
 from quantizer.printable import json_text
 from quantizer.report.content import write_report
 from quantizer.report.next_step import without_places
 from quantizer.results.folder import open_written
 from quantizer.results.result_set import locked, locked_as_opened, require_result_folder
 from quantizer.results.write import check_owner, require_expendable
-from quantizer.tables import RANGE_METHODS
 
 
-@dataclass(frozen=True)
-class RetuneOptions(Options):
-    """The options of `quantizer retune`."""
-
-    output_dir: str = option(
-        "The result folder to write.  [default: DIR]",
-        default="",
-        show_default=False,
-        metavar="DIR",
-    )
-    method: str | None = option(
-        "The method that finds ranges.", type=click.Choice(list(RANGE_METHODS))
-    )
-    percentage: float | None = option(
-        "The percentage of the percentile method.",
-        type=click.FloatRange(0, 100, min_open=True),
-        metavar="P",
-    )
-    statistic: str | None = option(
-        "How the ranges of several batches are combined.",
-        type=click.Choice(list(BATCH_STATISTICS)),
-    )
-    layer: tuple[str, ...] = option(
-        "Change only this layer's activations: a name, a module path or a pattern. May be "
-        "repeated.",
-        default=(),
-        metavar="NAME",
-        shell_complete=layers_of_results,
-    )
-    dry_run: bool = option("Show what would change, without writing results.", default=False)
-
-
-@command()
-@click.argument("folder", default="quantize_result", type=PathType(), metavar="[DIR]")
-@takes(
-    "method",
-    "percentage",
-    "statistic",
-    "layer",
-    "dry_run",
-    "output_dir",
-    "overwrite",
-    "output",
-    "json",
-    *TABLE,
-    kind=RetuneOptions,
-    output="Write the config with the change to FILE.",
-)
-def retune(folder: str, options: RetuneOptions) -> None:
-    """Recompute scales of activations from the statistics of a calibration, in seconds, without
-    model and data.
-
-    The result is bit-identical to a calibration with the changed config. If a statistic that it
-    needs was not stored, the error says which.
-
-    \b
-    quantizer retune --method maxmin
-    quantizer retune --percentage 99 --layer 'layer1.*' -o net.json
-    """
+def retune_folder(folder: str, options: RetuneOptions) -> None:
+    """Write the results of a folder again with other ranges, and print what changed."""
     change = Change(options.method, options.percentage, options.statistic)
     if change == Change():
         raise UsageError(
@@ -103,7 +42,8 @@ def retune(folder: str, options: RetuneOptions) -> None:
     place = from_start(folder)
     before = CalibratedFolder(place)
     layers = _layers(options.layer, before) if options.layer else None
-    result = retune_activations(before, change, layers)
+    name = Path(options.file).name if options.file else ""
+    result = retune_activations(before, change, layers, name)
     target = from_start(options.output_dir) if options.output_dir else place
     if not options.dry_run:
         require_result_folder(target)
@@ -119,7 +59,8 @@ def retune(folder: str, options: RetuneOptions) -> None:
     texts = [(*map(str, row.values()), _ratio(row)) for row in rows]
     view = view_of(options, before.plan["paths"])
     console = output.console(exact=view.is_exact)
-    console.print(view.listing(titles, texts, numbers=titles[3:], what="tensor"))
+    table = view.listing(titles, texts, numbers=titles[3:], what="tensor")
+    output.print_table(table, console)
     line = counted(len(rows), "tensor")
     if options.dry_run:
         line += " would change; nothing is written"

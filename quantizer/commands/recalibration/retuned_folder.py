@@ -73,7 +73,10 @@ class Change:
 
 
 def retune_activations(
-    folder: CalibratedFolder, change: Change, layers: Collection[str] | None = None
+    folder: CalibratedFolder,
+    change: Change,
+    layers: Collection[str] | None = None,
+    name: str = "",
 ) -> RetunedFolder:
     """Return the activations of some layers, or of all, with new settings of their ranges.
 
@@ -81,6 +84,7 @@ def retune_activations(
         folder: the results.
         change: the new settings.
         layers: the layers; None for all.
+        name: of the file that gets the changed config; empty for that of the config before.
 
     Raises:
         UsageError: nothing changes, or the form of the config cannot state the change.
@@ -109,7 +113,7 @@ def retune_activations(
         raise UsageError("nothing changes: the activations have these settings already")
     _require_same_sharing(folder, changed)
     value, paths = _changed_config(folder, changed, is_for_all=layers is None)
-    return RetunedFolder(folder, changed, value, paths)
+    return RetunedFolder(folder, changed, value, paths, name)
 
 
 class RetunedFolder:
@@ -120,6 +124,7 @@ class RetunedFolder:
         tensors: the specs of the changed tensors, before and after.
         value: the new config as JSON.
         paths: the place of each changed field in the new config.
+        name: of the new config; empty for that of the config before.
 
     Attributes:
         tensors: the specs of the changed tensors, before and after.
@@ -133,16 +138,16 @@ class RetunedFolder:
         tensors: Mapping[Key, SpecChange],
         value: JsonMapping,
         paths: Paths,
+        name: str,
     ) -> None:
         self._folder = folder
         self.tensors = tensors
         self._paths = paths
         self._before = folder.document
-        name = "config.json"
         if self._before.source.text:
-            name = self._before.source.name
+            name = name or self._before.source.name
         self.text = edited_text(self._before, value)
-        self._after = parse_document(Text(name, self.text))
+        self._after = parse_document(Text(name or "config.json", self.text))
         self.config: ResolvedConfig = check_document(self._after).require()
 
     @cached_property

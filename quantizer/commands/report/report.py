@@ -1,4 +1,4 @@
-"""`quantizer report`: writes report.html of a result folder again."""
+"""`quantizer report`: writes report.html of a result folder again. `--help` needs no torch."""
 
 from dataclasses import dataclass
 
@@ -8,10 +8,9 @@ from quantizer.cli.arguments.grouped_command import command, refuse_typed
 from quantizer.cli.arguments.options import Options, option, takes
 from quantizer.cli.arguments.places import PathType, from_start
 from quantizer.printable import json_text, one_line
-from quantizer.report.content import REPORT_PAGE, write_report
-from quantizer.report.page.plots import PLOT_WRITERS, write_events, write_plots
-from quantizer.results.folder import read_info
-from quantizer.results.result_set import locked_as_opened
+
+PLOT_TYPES = ("svg", "png")
+"""The types of drawings that `--plots` writes."""
 
 
 @dataclass(frozen=True)
@@ -24,7 +23,7 @@ class ReportOptions(Options):
     plots_as: str = option(
         "Type of the files of --plots; png needs the extra plots.",
         default="svg",
-        type=click.Choice(list(PLOT_WRITERS)),
+        type=click.Choice(PLOT_TYPES),
     )
     tensorboard: str | None = option(
         "Also write figures and histograms for TensorBoard to DIR.",
@@ -49,6 +48,12 @@ def report_command(folder: str, options: ReportOptions) -> None:
     """
     if not options.plots:
         refuse_typed(["plots_as"], "it is the type of the files of --plots DIR")
+    # They import torch
+    from quantizer.report.content import REPORT_PAGE, write_report
+    from quantizer.report.page.plots import write_events, write_plots
+    from quantizer.results.folder import read_info
+    from quantizer.results.result_set import locked_as_opened
+
     place = from_start(folder)
     opened = read_info(place)
     with locked_as_opened(opened.files):

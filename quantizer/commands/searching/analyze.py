@@ -10,9 +10,8 @@ from typing import Any
 import click
 
 from quantizer.cli import session
-from quantizer.cli.arguments.grouped_command import command, refuse_typed
-from quantizer.cli.arguments.options import LOOK, TABLE, Options, option, takes
-from quantizer.cli.arguments.places import PathType, from_start, write_output
+from quantizer.cli.arguments.grouped_command import refuse_typed
+from quantizer.cli.arguments.places import from_start, write_output
 from quantizer.cli.modes.float_mode import require_directions
 from quantizer.cli.run_folder import missing_data
 from quantizer.cli.terminal import output
@@ -20,6 +19,7 @@ from quantizer.cli.terminal.output import table_view
 from quantizer.cli.terminal.render import say_note
 from quantizer.cli.terminal.screen import notes_on_stderr
 from quantizer.commands.searching import sensitivity
+from quantizer.commands.searching.commands import BUDGETS, AnalyzeOptions
 from quantizer.commands.searching.float_layers import cheapest_floats, measured_tensors
 from quantizer.commands.searching.trials import Subject, watched_data
 from quantizer.config.json_types import JsonMapping
@@ -34,9 +34,9 @@ from quantizer.graph.ir import Graph
 from quantizer.graph.names import path_names
 from quantizer.graph.passes import decided_on_data, run_passes
 from quantizer.layerwise.sensitivity import Width
+from quantizer.option_words import TEST_OPTIONS
 from quantizer.printable import json_text
 from quantizer.report.content import write_report
-from quantizer.report.next_step import TEST_OPTIONS
 from quantizer.results.calibrated import check_model, check_plan
 from quantizer.results.folder import ANALYSIS_FILE, QuantInfo, open_written, read_info
 from quantizer.results.result_set import locked_as_opened
@@ -47,71 +47,8 @@ _FLOATS = tuple(sorted(CAST_ONLY - {"float32"}))
 """The float formats that --choices may name."""
 
 
-@dataclass(frozen=True)
-class AnalyzeOptions(Options):
-    """The options of `quantizer analyze`."""
-
-    budget: float | None = option(
-        "Limit of the mean bits per weight, without scales, e.g. 4.5.",
-        type=float,
-        metavar="BITS",
-    )
-    size: str | None = option(
-        "Limit of the size of all weights, in percent of that of the config, e.g. 60%.",
-        metavar="SHARE",
-    )
-    max_mb: float | None = option(
-        "Limit of the size of all weights with scales, in 10^6 bytes.", type=float, metavar="MB"
-    )
-    choices: str = option(
-        "Bit widths to choose from, also float16 and bfloat16.",
-        default="2,3,4,8",
-        metavar="LIST",
-    )
-    passes: str | None = option(
-        "How the noise at the output is found: measured at the smallest width (network), at "
-        "every width (every), or predicted from gradients (fast).  [default: network, or fast "
-        f"for more than {engine.MAX_MEASURED} weights]",
-        type=click.Choice(engine.NOISE_METHODS),
-    )
-    tensors: bool = option(
-        "Also measure each quantized tensor: with only it quantized, and with all others.",
-        default=False,
-    )
-    metric: str | None = option(
-        "Find the layers to leave in float, the fewest bytes, so that TEST holds, e.g. "
-        "'top1_drop<=0.005'.",
-        metavar="TEST",
-    )
-    apply: bool = option("Write the changed config into --config_file.", default=False)
-    report: str | None = option(
-        "Add the results to the report of this result folder.", type=PathType(), metavar="DIR"
-    )
-
-
-BUDGETS = ("budget", "size", "max_mb")
-"""The options that limit the size. At most one may be given."""
-
-
-@command()
-@takes(
-    *("metric", *BUDGETS, "choices", "passes", "tensors", "apply", "report"),
-    *(*TABLE, *LOOK, *TEST_OPTIONS, "subset_len", "seed", "device", "memory"),
-    kind=AnalyzeOptions,
-)
-def analyze(options: AnalyzeOptions) -> None:
-    """Measure how much each weight loses at each bit width. With a budget, choose the best
-    widths and write a config with them.
-
-    If a single width for all weights is better, the config has that one. Without -o FILE the
-    config is printed, and the table goes to standard error. With --metric, the config leaves
-    layers in float instead, as few as test runs allow.
-
-    \b
-    quantizer analyze --config_file net.json --model my_model.py
-    quantizer analyze --budget 4 --config net.json --model my_model.py -o mix.json
-    quantizer analyze --metric 'sqnr_db>=20' --config net.json --model my_model.py
-    """
+def show_losses(options: AnalyzeOptions) -> None:
+    """Print what each weight loses at each bit width, and write the config asked for."""
     widths = parse_choices(options.choices)
     budget = parse_budget(options)
     changes_config = bool(options.metric or budget)
@@ -206,10 +143,11 @@ def _print(result: AnalysisResult, options: AnalyzeOptions, *, stderr: bool) -> 
     console = output.console(stderr=stderr, exact=view.is_exact)
     lines: list[str] = []
     if result.tensors is not None:
-        console.print(sensitivity.ablation_table(result.tensors, view))
+        output.print_table(sensitivity.ablation_table(result.tensors, view), console)
         lines.append(sensitivity.ablation_line(result.tensors))
     if result.analysis is not None:
-        console.print(sensitivity.analysis_table(result.analysis, result.choice, view))
+        table = sensitivity.analysis_table(result.analysis, result.choice, view)
+        output.print_table(table, console)
         for name, why in result.analysis.fixed_widths.items():
             lines.append(view.text(f"not analysed: {name}: {why}"))
     if "stamp" in result.content:

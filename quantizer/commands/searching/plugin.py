@@ -13,12 +13,12 @@ PLUGIN = Plugin(
             2,
         ),
         "analyze": Command(
-            "quantizer.commands.searching.analyze:analyze",
+            "quantizer.commands.searching.commands:analyze",
             "Measure how few bits each layer tolerates, and choose widths.",
             11,
         ),
         "tune": Command(
-            "quantizer.commands.searching.tune:tune",
+            "quantizer.commands.searching.commands:tune",
             "Change a config until gates hold, from cheap to dear.",
             12,
         ),

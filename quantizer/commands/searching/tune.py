@@ -14,8 +14,6 @@ from pathlib import Path
 import click
 
 from quantizer.cli import session
-from quantizer.cli.arguments.grouped_command import command
-from quantizer.cli.arguments.options import MODEL, Options, takes
 from quantizer.cli.arguments.places import from_start
 from quantizer.cli.modes.calib_mode import run_calib
 from quantizer.cli.modes.float_mode import require_directions
@@ -26,8 +24,8 @@ from quantizer.cli.terminal import output, process
 from quantizer.cli.terminal.follow import one_display
 from quantizer.cli.terminal.output import Outcome
 from quantizer.cli.terminal.screen import notes_on_stderr
+from quantizer.commands.searching.commands import TuneOptions
 from quantizer.commands.searching.divided_data import DividedData, divide_data
-from quantizer.commands.searching.run import minutes_option
 from quantizer.commands.searching.search import Search, result_lines, search_json, search_table
 from quantizer.commands.searching.steps import STEPS
 from quantizer.commands.searching.trials import Figures, SearchContext, Subject, Trial, plan_of
@@ -71,33 +69,8 @@ _AFTER = ("$schema", "//")
 """The keys that stay before the comments."""
 
 
-@dataclass(frozen=True)
-class TuneOptions(Options):
-    """The options of `quantizer tune`."""
-
-    minutes: float = minutes_option("Begin no test of a config after so many minutes.")
-
-
-@command()
-@takes(
-    *("config_file", "gate", "to_", "for_", *MODEL, "stride", "shuffle", "device"),
-    *("eval_data", "evaluate", "subset_len", "skip_len", "fast_finetune", "memory", "seed"),
-    *("minutes", "output_dir", "overwrite", "json", "debug"),
-    kind=TuneOptions,
-    output_dir="The folder of config and results.",
-    to_="Leave out changes that NAME of `quantizer targets` cannot hold. May be repeated.",
-    gate="The TEST to meet, e.g. 'top1_drop<=0.005'. May be repeated.",
-)
-def tune(options: TuneOptions) -> None:
-    """Change a config until all gates hold: first what costs little, then what costs more, and
-    layers in float last. No change is kept that gains nothing.
-
-    The folder gets the changed config, its results, and tune.json with what each change gained
-    and cost. The exit code is 1 if a gate does not hold in the end.
-
-    \b
-    quantizer tune --config net.json --model my_model.py --gate 'sqnr_db>=30'
-    """
+def show_tuned(options: TuneOptions) -> None:
+    """Write the config that was found and its results, and print what each change gained."""
     gates = [parse_gate(text) for text in options.gate]
     _require_usable(options, gates)
     stdout = sys.stderr if options.json else sys.stdout
@@ -190,7 +163,7 @@ class TunedRun:
     def show(self) -> None:
         """Print the table of the steps, and which changes were kept."""
         console = output.console()
-        console.print(search_table(self.search))
+        output.print_table(search_table(self.search), console)
         for line in result_lines(self.search, self.sentence, self.config):
             output.print_line(line, console)
         sys.stdout.flush()

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from quantizer.config.diagnostics import Place
+from quantizer.config.diagnostics import Diagnostic, Place
 from quantizer.config.json_types import JsonMapping, JsonPath
 
 TextSpan = tuple[int, int]
@@ -51,6 +51,7 @@ class Document:
 
     `dotted` names the places of a document without text. `ignored` are the JSON pointers of
     values that are wrong: `get` leaves them out, so that the others can be checked.
+    `problems` are the faults of syntax that the parser has read over.
     """
 
     source: Text
@@ -59,6 +60,7 @@ class Document:
     keys: Mapping[str, TextSpan]
     dotted: Mapping[str, str] = field(default_factory=dict)
     ignored: frozenset[str] = frozenset()
+    problems: tuple[Diagnostic, ...] = ()
 
     @classmethod
     def of(cls, value: JsonMapping, name: str) -> Document:

@@ -3,14 +3,13 @@ a fix is offered only if it leaves fewer errors.
 """
 
 import json
-import math
 from collections import ChainMap
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
 from quantizer.config.algorithms import ALGORITHMS, entry_kinds, finds_codes
-from quantizer.config.diagnostics import Diagnostic, Edit, Fix, Place
+from quantizer.config.diagnostics import ConfigError, Diagnostic, Edit, Fix, Place, is_syntax
 from quantizer.config.document.document import Document, Text, value_at
 from quantizer.config.document.edited import insertion
 from quantizer.config.forms.form import ALGORITHM_LISTS, block_of, form_of
@@ -51,7 +50,8 @@ def with_sound_fixes(
     max_trials = min(MAX_TRIALS, MAX_TRIED_CHARACTERS // (len(source.text) + 1))
     candidates: list[tuple[int, Fix]] = []
     for index, finding in enumerate(findings):
-        fixes = list(finding.fixes)
+        # Those of syntax need no trial: JSON has one reading
+        fixes = [] if is_syntax(finding) else list(finding.fixes)
         first_known = next((fix for fix in fixes if fix.is_known), None)
         tried = [fix for fix in fixes if fix is first_known or not fix.is_known]
         candidates += [(index, fix) for fix in tried]
@@ -65,7 +65,10 @@ def with_sound_fixes(
         if index in helped:
             continue
         tried = [*accepted, fix]
-        findings_left = check(apply_fixes(source, tried))
+        try:
+            findings_left = check(apply_fixes(source, tried))
+        except ConfigError:
+            continue
         errors_left = _count_errors(findings_left, tried)
         if errors_left >= errors or _has_error_at(findings[index].place, findings_left):
             continue
@@ -91,21 +94,25 @@ def apply_fixes(source: Text, fixes: Iterable[Fix]) -> Text:
 
 def _has_error_at(place: Place | None, findings: Sequence[Diagnostic]) -> bool:
     """Return whether the value that a fix writes breaks another rule."""
-    errors = [finding.place for finding in findings if finding.severity == "error"]
-    return place is not None and place.pointer in {other.pointer for other in errors if other}
+    wrong: set[str] = set()
+    for finding in findings:
+        if finding.place and finding.severity == "error" and not is_syntax(finding):
+            wrong.add(finding.place.pointer)
+    return place is not None and place.pointer in wrong
 
 
-def _count_errors(findings: Iterable[Diagnostic], applied: Iterable[Fix] = ()) -> float:
-    """Return the number of errors that the file had before the fixes, as far as they are left,
-    or has because of them.
+def _count_errors(
+    findings: Iterable[Diagnostic], applied: Iterable[Fix] = ()
+) -> tuple[int, int]:
+    """Return the numbers of errors of syntax and of others that the file had before the fixes,
+    as far as they are left, or has because of them.
 
-    A syntax error hides all others, so it counts as infinitely many.
+    An error of syntax may hide others, so it counts first.
     """
     members = {fix.uncovers for fix in applied if fix.uncovers is not None}
     errors = [finding for finding in findings if finding.severity == "error"]
-    if any(finding.code.startswith("QZ00") for finding in errors):
-        return math.inf
-    return sum(not _is_uncovered(finding, members) for finding in errors)
+    syntax = sum(map(is_syntax, errors))
+    return syntax, sum(not _is_uncovered(finding, members) for finding in errors)
 
 
 def _is_uncovered(finding: Diagnostic, members: Collection[str]) -> bool:

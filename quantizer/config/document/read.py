@@ -1,6 +1,6 @@
 """Read a file into a `Document`, JSON (RFC 8259) with positions. Every fault of syntax or
-encoding is a finding in a `ConfigError`. The parser continues after what it understands
-(comments, trailing commas, duplicate keys, NaN), so that one run shows every such fault.
+encoding is a finding in a `ConfigError`. The parser continues after comments, missing and
+trailing commas, single quotes, duplicate keys and NaN: one run shows all that is wrong.
 """
 
 import json
@@ -36,8 +36,12 @@ _COMMENT = re.compile(r"//[^\n]*|#[^\n]*|/\*.*?(?:\*/|\Z)", re.DOTALL)
 _NUMBER_LIKE = re.compile(r"[-+.0-9](?:[-+.0-9A-Za-z_])*")
 _NUMBER = re.compile(r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][-+]?[0-9]+)?")
 _WORD = re.compile(r"[A-Za-z_][A-Za-z_0-9]*")
-_SINGLE_QUOTED = re.compile(r"'([^'\"\\\x00-\x1f]*)'(?=\s*[:,}\]])")
+_SINGLE_QUOTED = re.compile(r"'([^'\"\\\x00-\x1f]*)'(?=\s*[:,}\]]|[ \t]*\r?\n)")
 _BARE_KEY = re.compile(r"([A-Za-z_][A-Za-z_0-9]*)(?=\s*:)")
+_ENDED_WORD = re.compile(r"[A-Za-z_][A-Za-z_0-9]*(?=\s*[,}\]])")
+_STRING = re.compile(r'"((?:[^"\\\n]|\\.)*)"')
+_NEXT_MEMBERS = {"}": re.compile(r'"[^"\n]*"\s*:'), "]": re.compile(r'"[^"\n]*"\s*[,\]]|[{\[]')}
+"""What begins the member after the one that has no comma, by the closing bracket."""
 _SURROGATE = re.compile("[\ud800-\udfff]")
 _LITERALS = {"true": True, "false": False, "null": None}
 _FOREIGN_LITERALS = {
@@ -75,9 +79,22 @@ def parse_document(source: Text) -> Document:
     Raises:
         ConfigError: all that is wrong with the syntax.
     """
+    document = read_over_faults(source)
+    if document.problems:
+        raise ConfigError(document.problems, {source.name: source.text})
+    return document
+
+
+def read_over_faults(source: Text) -> Document:
+    """Parse a JSON object as `parse_document` does. Faults of syntax after which the text can
+    be read further are in `problems` of the document.
+
+    Raises:
+        ConfigError: the text cannot be read to its end.
+    """
     parser = Parser(source)
     value = parser.parse()
-    if not parser.problems and not isinstance(value, dict):
+    if not parser.has_stopped and not isinstance(value, dict):
         kind = "an array" if isinstance(value, list) else "a single value"
         parser.report(
             "QZ009",
@@ -85,13 +102,18 @@ def parse_document(source: Text) -> Document:
             (parser.start, parser.start + 1),
             "a config begins with { and ends with }",
         )
+        parser.has_stopped = True
     if parser.problems and Path(source.name).suffix == ".py":
         message = "this is Python, not a config"
         help_ = f"a model is given as <--model {source.name}>"
         raise _unreadable(source.name, message, help_, code="QZ004")
-    if parser.problems:
-        raise ConfigError(merged_by_cause(parser.problems), {source.name: source.text})
-    return Document(source, value, parser.values, parser.keys)
+    problems = merged_by_cause(parser.problems)
+    if parser.has_stopped:
+        raise ConfigError(problems, {source.name: source.text})
+    ignored = frozenset(parser.unread)
+    return Document(
+        source, value, parser.values, parser.keys, ignored=ignored, problems=problems
+    )
 
 
 def _read_bytes(path: str | os.PathLike[str]) -> bytes:
@@ -173,7 +195,8 @@ class _StopError(Exception):
 class Parser:
     """One parse of one text; `problems`, `values` and `keys` fill as it goes.
 
-    `_index` is the character to read next.
+    `unread` has the JSON pointers of values that are none, `has_stopped` says whether the rest
+    could not be read, and `_index` is the character to read next.
     """
 
     def __init__(self, source: Text) -> None:
@@ -183,6 +206,8 @@ class Parser:
         self.problems: list[Diagnostic] = []
         self.values: dict[str, TextSpan] = {}
         self.keys: dict[str, TextSpan] = {}
+        self.unread: set[str] = set()
+        self.has_stopped = False
         self._index = 0
         self._decoder = json.JSONDecoder()
 
@@ -197,9 +222,11 @@ class Parser:
             value = self._value(())
             self._skip_space()
             if self._next():
-                remedy = "check the brackets above it"
-                self._fail("there is text after the end of the JSON value", remedy)
+                message = "there is text after the end of the JSON value"
+                span = (self._index, self._index + 1)
+                self.report("QZ004", message, span, "check the brackets above it")
         except _StopError:
+            self.has_stopped = True
             return None
         return value
 
@@ -237,6 +264,8 @@ class Parser:
     ) -> NoReturn:
         """Report a problem at `span`, or at the next character, and stop."""
         span = span or (self._index, self._index + 1)
+        if code != "QZ009":
+            message += "; the rest of the file was not checked"
         self.report(code, message, span, remedy, instead=instead)
         raise _StopError
 
@@ -277,7 +306,7 @@ class Parser:
             case '"':
                 value = self._string()
             case _:
-                value = self._scalar()
+                value = self._scalar(path)
         self.values[pointer_to(*path)] = (start, self._index)
         return value
 
@@ -320,11 +349,8 @@ class Parser:
             if self._next() in ("", close):
                 continue
             if self._next() != ",":
-                self._fail(
-                    f'a comma or a "{close}" is missing after this value',
-                    "write a comma between members",
-                    span=(value_end - 1, value_end),
-                )
+                self._missing_comma(close, value_end)
+                continue
             self._index += 1
             self._skip_space()
             if self._next() == close:
@@ -333,28 +359,41 @@ class Parser:
                 self.report("QZ006", message, comma, remedy, instead="")
         self._index += 1
 
+    def _missing_comma(self, close: str, value_end: int) -> None:
+        """Report that a comma is missing, or stop if no other member begins here."""
+        message = f'a comma or a "{close}" is missing after this value'
+        remedy = "write a comma between members"
+        span = (value_end - 1, value_end)
+        if not _NEXT_MEMBERS[close].match(self.text, self._index):
+            self._fail(message, remedy, span=span)
+        last = self.text[value_end - 1]
+        self.report("QZ004", message, span, remedy, instead=f"{last},")
+
     def _key(self) -> str:
         if self._next() == "'":
-            self._single_quoted()
+            return self._single_quoted()
         if self._next() != '"':
             end = max(self._end_of(_WORD), self._index + 1)
             word = self.text[self._index : end]
-            is_bare = _BARE_KEY.match(self.text, self._index)
-            self._fail(
-                f"expected a key in double quotes, not {word[:40]}",
-                "remove it" if word == "," else "put the key in double quotes",
-                span=(self._index, end),
-                instead=f'"{word}"' if is_bare else None,
-            )
+            message = f"expected a key in double quotes, not {word[:40]}"
+            remedy = "remove it" if word == "," else "put the key in double quotes"
+            span = (self._index, end)
+            if not _BARE_KEY.match(self.text, self._index):
+                self._fail(message, remedy, span=span)
+            self.report("QZ004", message, span, remedy, instead=f'"{word}"')
+            self._index = end
+            return word
         return self._string()
 
-    def _single_quoted(self) -> NoReturn:
+    def _single_quoted(self) -> str:
         message = "JSON strings are in double quotes"
         remedy = 'write "…"'
         string = _SINGLE_QUOTED.match(self.text, self._index)
         if string is None:
             self._fail(message, remedy)
-        self._fail(message, remedy, span=string.span(), instead=f'"{string[1]}"')
+        self.report("QZ004", message, string.span(), remedy, instead=f'"{string[1]}"')
+        self._index = string.end()
+        return string[1]
 
     def _duplicate(self, key: str, first: TextSpan, second: TextSpan) -> None:
         place = self.source.place(first)
@@ -377,14 +416,21 @@ class Parser:
             elif error.msg.startswith("Invalid \\"):
                 message = "JSON has no such escape sequence"
             remedy = 'inside a string write \\n, \\t, \\\\ and \\"'
-            self._fail(message, remedy, span=(error.pos, error.pos + 1))
+            span = (error.pos, error.pos + 1)
+            string = _STRING.match(self.text, start)
+            if string is None:
+                self._fail(message, remedy, span=span)
+            self.report("QZ004", message, span, remedy)
+            self._index = string.end()
+            value = string[1]
         if _SURROGATE.search(value):
             message = "this string contains half of a surrogate pair"
             remedy = "write the character itself, or both halves"
-            self._fail(message, remedy, span=(start, self._index))
+            self.report("QZ004", message, (start, self._index), remedy)
+            value = _SURROGATE.sub("\N{REPLACEMENT CHARACTER}", value)
         return str(value)
 
-    def _scalar(self) -> Any:
+    def _scalar(self, path: JsonPath) -> Any:
         """Parse a number or a literal; stop if the end of what is none is not known."""
         end = max(self._end_of(_NUMBER_LIKE), self._end_of(_WORD))
         span = (self._index, end)
@@ -395,26 +441,34 @@ class Parser:
             if not math.isfinite(value):
                 message = f"the number {word[:20]}… is out of range"
                 self.report("QZ008", message, span, "write a smaller number")
+                self.unread.add(pointer_to(*path))
                 value = None
             elif word.removeprefix("-").isdecimal():
                 value = int(word)
         elif word[:1].isdecimal() or word[:1] == ".":
             message = f"{word[:40]} is not a JSON number"
-            self._fail(message, "write it like 8, -1 or 99.99", span=span)
+            self.report("QZ004", message, span, "write it like 8, -1 or 99.99")
+            self.unread.add(pointer_to(*path))
         elif word in _LITERALS:
             value = _LITERALS[word]
         elif word in _NOT_FINITE:
             self.report("QZ008", f"JSON has no {word}", span, "write a finite number")
+            self.unread.add(pointer_to(*path))
         elif word in _FOREIGN_LITERALS:
             literal = _FOREIGN_LITERALS[word]
+            value = _LITERALS[literal]
             message = f"JSON has no {word}"
             self.report("QZ004", message, span, f"write {literal}", instead=literal)
         elif self._next() == "'":
-            self._single_quoted()
+            return self._single_quoted()
         else:
             shown = word[:40] or self._next() or "the end of the file"
             span = (self._index, max(end, self._index + 1))
+            message = f"expected a value, not {shown}"
             remedy = 'text goes in double quotes: "…"'
-            self._fail(f"expected a value, not {shown}", remedy, span=span)
+            if not _ENDED_WORD.match(self.text, self._index):
+                self._fail(message, remedy, span=span)
+            self.report("QZ004", message, span, remedy)
+            value = word
         self._index = end
         return value

@@ -35,6 +35,34 @@ VALUE_ALIASES: Mapping[str, Mapping[str, str]] = {
 }
 """Other spellings of a key's values."""
 
+REPLACED_OBSERVERS: Mapping[str, tuple[str, str]] = {
+    "PerTensorHistogramObserver": ("PerTensorMSEObserver", ""),
+    "PerTensorHistogramObserverPro": ("PerTensorMSEObserver", ""),
+    "LSQObserver": ("PerTensorMSEObserver", ""),
+    "TQTObserver": ("PerTensorMSEObserver", ""),
+    "PerTensorPowOf2MinMaxObserver": ("PerTensorMinMaxObserver", "pof2"),
+    "PerTensorPowOf2MinMSEObserver": ("PerTensorMSEObserver", "pof2"),
+    "PerChannelPowOf2MinMaxObserver": ("PerChannelMinMaxObserver", "pof2"),
+    "PerChannelPowOf2MinMSEObserver": ("PerChannelMinMaxObserver", "pof2"),
+}
+"""The observer and the scale_type to write instead of one of AMD Quark. Ranges differ, so these
+are not other spellings.
+"""
+
+
+def instead_of_observer(name: str) -> str:
+    """Return what to write instead of an observer of AMD Quark; empty if that is not known.
+
+    >>> instead_of_observer("PerTensorPowOf2MinMaxObserver")
+    'use PerTensorMinMaxObserver with "scale_type": "pof2"'
+    """
+    if name not in REPLACED_OBSERVERS:
+        return ""
+    observer, scale_type = REPLACED_OBSERVERS[name]
+    with_type = f' with "scale_type": "{scale_type}"' if scale_type else ""
+    return f"use {observer}{with_type}"
+
+
 TYPE_ALIASES: Mapping[str, str] = {
     "Conv2D": "Conv2d",
     "Conv3D": "Conv3d",

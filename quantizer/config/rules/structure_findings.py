@@ -13,7 +13,11 @@ from quantizer.config.algorithms import SWITCHES, entry_kinds, settings_of
 from quantizer.config.diagnostics import Diagnostic, Diagnostics, Edit, Fix, related_to
 from quantizer.config.document.document import Document, TextSpan, pointer_to, value_at
 from quantizer.config.document.fixes import HELP_FOR_MISSING, completions, missing_keys
-from quantizer.config.forms.aliases import other_spelling
+from quantizer.config.forms.aliases import (
+    REPLACED_OBSERVERS,
+    instead_of_observer,
+    other_spelling,
+)
 from quantizer.config.forms.form import HIERARCHICAL_KEYS, Form, block_of, form_of
 from quantizer.config.json_types import JsonMapping, JsonObject, JsonPath
 from quantizer.config.wording import closest_word, listed, misspelt, quoted
@@ -143,6 +147,11 @@ def value_fixes(document: Document, path: JsonPath, schema: JsonMapping) -> Iter
         yield Fix(f"write {text}", edits, uncovers=uncovers)
     if isinstance(value, str):
         words = [word for word in schema.get("enum", ()) if isinstance(word, str)]
+        if key == "observer_cls" and value in REPLACED_OBSERVERS:
+            observer, scale_type = REPLACED_OBSERVERS[value]
+            edits = (Edit(*span, json.dumps(observer)),)
+            yield Fix(instead_of_observer(value), edits, not scale_type)
+            return
         synonym = _SYNONYMS.get("".join(filter(str.isalnum, value.lower())))
         meant = misspelt(value, words) or (synonym if synonym in words else None)
         for word in _distinct(meant, closest_word(value, words)):
