@@ -229,7 +229,7 @@ def _source_of_codes(value: Node, reader: Node) -> tuple[Node, Node]:
 
 
 def with_gates(program: ExportedProgram) -> ExportedProgram:
-    """Return a program in which recurrent operators with gates are written as what they compute.
+    """Return a program with the operators that recurrent ones with gates consist of.
 
     `slice_parts` then finds their gates.
     """
