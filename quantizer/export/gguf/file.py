@@ -199,7 +199,7 @@ def _key_bytes(name: str, key: GgufValue) -> int:
 
 
 def _value_bytes(value: Any, kind: Any) -> int:
-    """Return the bytes of a value of a type that is no list."""
+    """Return the bytes of a single value of a type."""
     if kind == gguf.GGUFValueType.STRING:
         return _text_bytes(value)
     if kind.name in _LONG_TYPES:

@@ -176,7 +176,7 @@ def _require_open(source: MobileProgram, program: ExportedProgram, name: str) ->
 
 
 def _shape(node: Node) -> Sequence[Any]:
-    """Return the sizes of a node's value; none if it is no tensor."""
+    """Return the sizes of a node's value; none if that is not a tensor."""
     value = node.meta["val"]
     return value.shape if isinstance(value, Tensor) else ()
 
