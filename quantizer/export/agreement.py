@@ -53,6 +53,7 @@ class Verification:
         float_activations: layer and role of those that the file leaves in float for speed.
         activation_codes: the integer type of 8-bit activations in the file; empty for that of
             the config.
+        choice_file: the file next to it that repeats which layers stay in float for speed.
     """
 
     compared: str
@@ -74,6 +75,7 @@ class Verification:
     processors: str = ""
     float_activations: tuple[tuple[str, str], ...] = ()
     activation_codes: str = ""
+    choice_file: str = ""
     sqnr_db_pooled: float | None = None
     parts: tuple[PartAgreement, ...] = ()
 

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from quantizer.export.deployment import Deployment
     from quantizer.export.layer_choice import LayerChoice
     from quantizer.graph.ir import Graph
-    from quantizer.plan.model import TensorSpecs
+    from quantizer.plan.model import Plan, TensorSpecs
 
 
 Written = TypeVar("Written")
@@ -125,6 +125,10 @@ class Exporter(ABC, Generic[Written]):
         Raises:
             UsageError: why it cannot.
         """
+
+    def file_bytes(self, plan: Plan, model: nn.Module) -> int | None:
+        """Return the size of the file of a plan; None if only that of its weights is known."""
+        return None
 
     def as_run(self, graph: Graph, solution: Solution) -> Solution:
         """Return the solution with what the target's runtime rounds in addition."""

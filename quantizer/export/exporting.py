@@ -15,7 +15,7 @@ from quantizer.declarations import FILE_SIZE, LATENCY
 from quantizer.errors import ModelError, UsageError, VerificationError
 from quantizer.export.exporter import exporter_of, new_files
 from quantizer.export.refusals import refused_by_libraries, require_expressible, require_extras
-from quantizer.export.targets import CHECKED_TARGETS, EXPORTERS, checked_target
+from quantizer.export.targets import CHECKED_TARGETS, EXPORTERS, FOLDER, checked_target
 from quantizer.plugins import loaded
 from quantizer.storage.folder_list import LIST_FILE
 
@@ -286,6 +286,8 @@ def export_summary(target: str, path: Path, verified: Verification) -> dict[str,
         "checks": _checks(target, verified),
         "remarks": list(verified.remarks),
     }
+    if verified.choice_file:
+        summary["choice"] = f"{FOLDER}/{verified.choice_file}"
     session = verified.default_session
     kernels = verified.used_kernels
     if kernels is not None:

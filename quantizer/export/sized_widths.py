@@ -5,6 +5,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from torch import nn
 
@@ -19,14 +20,16 @@ from quantizer.errors import UsageError
 from quantizer.evaluation.analyze import WatchedData, analyze_weights, width_candidates
 from quantizer.evaluation.width_choice import LARGEST_SIZE, Budget, sized_config
 from quantizer.export.destinations import DESTINATIONS, SIZED
+from quantizer.export.exporter import Exporter, exporter_of
 from quantizer.export.gates import Gate
 from quantizer.export.limits import is_symmetric
 from quantizer.export.refusals import layers_to_leave
+from quantizer.export.targets import EXPORTERS
 from quantizer.graph.ir import Graph
 from quantizer.graph.passes import run_passes
 from quantizer.numerics.codes import bits_of
 from quantizer.plan.fit.fitted_config import fitted_text
-from quantizer.plan.fit.kept_float import keep_in_file, with_kept
+from quantizer.plan.fit.kept_float import keep_in_file, with_kept, with_ties
 from quantizer.plan.model import Plan
 from quantizer.plan.resolve import resolve_plan
 from quantizer.plan.size import weight_bytes
@@ -114,6 +117,9 @@ def config_file(
     if it quantizes layers to keep in float.
     """
     kept = made_for.keep_float
+    if EXPORTERS[target].by_tensor and kept:
+        # A file has a weight of several layers once
+        kept = with_ties(kept, run.graph)
     by_width = has_widths(made_for.destination, target)
     presets = [made_for.preset, *DESTINATIONS[made_for.destination].smaller]
 
@@ -128,7 +134,7 @@ def config_file(
     def new_text() -> str:
         """Return the first preset whose weights are within the limit, if there is one."""
         limit = None if by_width else made_for.max_mb
-        return preset_within(presets, limit, run, text_of)
+        return preset_within(presets, limit, run, text_of, exporter_of(target, choices))
 
     limit = made_for.max_mb if by_width else None
     finish = partial(config_within, max_mb=limit, run=run)
@@ -139,32 +145,44 @@ def config_file(
 
 
 def preset_within(
-    presets: Sequence[str], max_mb: float | None, run: SizedRun, text_of: Callable[[str], str]
+    presets: Sequence[str],
+    max_mb: float | None,
+    run: SizedRun,
+    text_of: Callable[[str], str],
+    exporter: Exporter[Any],
 ) -> str:
-    """Return the text of the first preset whose weights take at most `max_mb` million bytes.
+    """Return the text of the first preset whose file takes at most `max_mb` million bytes.
+
+    The weights alone are counted for a target that does not know the size of its files.
 
     Args:
         presets: their names, the largest first.
         max_mb: the limit; None for the first preset.
         run: the model.
         text_of: returns the text of a preset, fitted to the model.
+        exporter: of the file.
 
     Raises:
         UsageError: all are too large.
     """
     least = 0
+    what = "file takes"
     for name in presets:
         text = text_of(name)
         if max_mb is None:
             return text
         config = load_text(Text(name, text)).require()
         plan = resolve_plan(config, run_passes(run.graph, config.settings), run.graph)
-        _, least = weight_bytes(plan)
+        size = exporter.file_bytes(plan, run.module)
+        if size is None:
+            what = "weights take"
+            _, size = weight_bytes(plan)
+        least = size
         if least <= max_mb * 1e6:
-            run.say(f"note: the weights take {least / 1e6:.4g} MB with the preset {name}")
+            run.say(f"note: the {what} {least / 1e6:.4g} MB with the preset {name}")
             return text
     raise UsageError(
-        f"<--max_mb {max_mb:g}> is too small: the weights take {least / 1e6:.4g} MB with the "
+        f"<--max_mb {max_mb:g}> is too small: the {what} {least / 1e6:.4g} MB with the "
         f"preset {presets[-1]}",
         help="raise the limit, or quantize more layers with a config of your own",
     )

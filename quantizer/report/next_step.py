@@ -46,6 +46,8 @@ PLACES = ("output_dir", "report_dir", "output")
 FILE_REMEDY = Sentence("choose a smaller model, another <--to>, or other options of the target")
 """What to do if only gates about the written file do not hold."""
 _MAKE_CONFIG = "quantizer init --preset dpu -o quantize_config.json"
+_FOLDER = "quantize_result"
+"""The result folder of commands that name none."""
 _GATE_MARGIN_DB = 3.0
 """By how much the SQNR may fall before a gate that the page proposes fails."""
 OptionValues = Mapping[str, Sequence[str]]
@@ -112,7 +114,8 @@ def next_step(tested: JsonMapping, config: str | None, not_met: Sequence[str]) -
         return NextStep(
             f"check in {config}; `quantizer.calibrate` with it{arguments} repeats this."
         )
-    return NextStep(f"check in {config}, and repeat this in CI:", tuple(_repeating(tested)))
+    files = " and ".join([config, *_choice_files(tested)])
+    return NextStep(f"check in {files}, and repeat this in CI:", tuple(_repeating(tested)))
 
 
 def _has_default_config(tested: JsonMapping) -> bool:
@@ -218,6 +221,14 @@ def _is_far_from_float(tested: JsonMapping) -> bool:
         if min(figure for figure in figures if figure is not None) < bound_db:
             return True
     return False
+
+
+def _choice_files(tested: JsonMapping) -> Iterator[str]:
+    """Yield the files that repeat which layers of a file stay in float for speed."""
+    folders = options_of(tested.get("commands", ()), PLACES).get("output_dir", [_FOLDER])
+    for export in tested.get("exports", ()):
+        if "choice" in export:
+            yield f"{folders[0]}/{export['choice']}"
 
 
 def _repeating(tested: JsonMapping) -> Iterator[str]:

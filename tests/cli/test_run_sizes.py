@@ -159,5 +159,28 @@ def test_a_gguf_has_the_widest_blocks_within_the_limit(
         assert file.stat().st_size <= float(limit) * 1e6
         written[preset] = file.stat().st_size
     assert list(written) == ["gguf_q8_0", "gguf_q6_k"]
+    # The size has the keys: a byte less gives the next preset
+    largest = written["gguf_q8_0"]
+    for size, preset in ((largest, "gguf_q8_0"), (largest - 1, "gguf_q6_k")):
+        assert run_command([*gguf, f"{size / 1e6:.6f}"]) == 0
+        assert f"MB with the preset {preset}\n" in capsys.readouterr().err
     assert run_command([*gguf, "0.3"]) == 2
-    assert "MB with the preset gguf_q4_k_m" in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert "--max_mb 0.3 is too small: the file takes 0.4" in error
+    assert "MB with the preset gguf_q4_k_m" in error
+
+
+def test_layers_that_share_a_weight_stay_in_float_together(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("gguf", reason="--to gguf needs it (extra: llm)")
+    text_llama(folder, tie_word_embeddings=True)
+    run = ["run", "my_llama", "-q", "--to", "gguf", "-o"]
+    assert run_command([*run, "one", "--keep_float", "lm_head"]) == 0
+    assert run_command([*run, "two", "--keep_float", "kind:embedding"]) == 0
+    for name, excluded in (
+        ("one", ["lm_head", "model.embed_tokens"]),
+        ("two", ["kind:embedding", "lm_head"]),
+    ):
+        config = json.loads(Path(name, "quantize_config.json").read_text())
+        assert config["exclude"][-2:] == excluded

@@ -16,6 +16,7 @@ from torch import nn
 import quantizer
 from quantizer.config.document.document import Document
 from quantizer.config.load import check_document
+from quantizer.errors import UsageError
 from quantizer.export.refusals import planned_refusals
 from quantizer.export.targets import CHECKED_TARGETS, EXPORTERS
 from quantizer.graph.tracing.trace import trace
@@ -163,3 +164,22 @@ def test_fp8_keys_are_refused_where_onnx_runtime_transposes_them() -> None:
     assert refused(both(FP8), "onnx") == [("input_1", why)]
     assert refused(both(FP8), "onnx", Attention(2, is_written_out=True)) == []
     assert refused(both({"dtype": "int8"}), "onnx") == []
+
+
+def test_a_reader_that_finds_no_cache_is_refused_in_the_plan(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """transformers 5.24 has given an argument of attentions another name."""
+    from transformers.models.llama.modeling_llama import LlamaAttention
+
+    model = llama()
+    forward = LlamaAttention.forward
+
+    def renamed(self: Any, *args: Any, cache: Any = None, **others: Any) -> Any:
+        return forward(self, *args, **others)
+
+    monkeypatch.setattr(LlamaAttention, "forward", renamed)
+    config = cache_config(FP8, *NAMES)
+    with pytest.raises(UsageError, match="quantizes no cache with") as error:
+        quantizer.quantize(model, tokens(), TARGET, config=config)
+    assert "pip install 'transformers<5.24'" in str(error.value.help)

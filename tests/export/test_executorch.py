@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -169,6 +170,37 @@ def test_a_batch_beyond_the_largest_is_refused(tmp_path: Path) -> None:
     assert not (tmp_path / "net.pte").exists()
     verified = result.export("executorch", tmp_path / "net.pte", [X[:1]])
     assert verified.remarks[0].startswith("a batch has one sample;")
+
+
+class Recurrent(nn.Module):
+    """A recurrent layer or cell that reads rows of images."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer, self.head = layer, nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x[:, 0]
+        if isinstance(self.layer, nn.RNNBase):
+            return self.head(self.layer(rows)[0][:, -1])  # type: ignore[no-any-return]
+        state = self.layer(rows[:, 0])
+        return self.head(state[0] if isinstance(state, tuple) else state)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize(
+    "layer",
+    [
+        lambda: nn.GRU(16, 8, batch_first=True),
+        lambda: nn.GRUCell(16, 8),
+        lambda: nn.LSTMCell(16, 8),
+        lambda: nn.LSTM(16, 8, batch_first=True),
+    ],
+)
+def test_recurrent_layers_leave_the_batch_open(layer: Any, tmp_path: Path) -> None:
+    """ExecuTorch would fix it at the example's two samples where it finds the gates itself."""
+    network = Recurrent(layer())
+    verified = result_of(network).export("executorch", tmp_path / "net.pte", [X, X[:1]])
+    assert "a batch has 1 to 6 samples" in verified.remarks[0]
 
 
 def test_a_program_says_how_it_was_made(tmp_path: Path) -> None:

@@ -472,10 +472,21 @@ def test_a_run_whose_file_is_slow_leaves_layers_in_float(
     """The next run, and Python, repeat the choice without measuring."""
     run_source(tmp_path)
     monkeypatch.chdir(tmp_path)
-    command = ["run", "net.py", "--to", "onnx", "--config_file", "config.json", "-o", "one"]
+    command = [
+        "run",
+        "net.py",
+        "--to",
+        "onnx",
+        "--config_file",
+        "config.json",
+        "-o",
+        "one",
+        "-q",
+    ]
     assert run_command(command) == 0
     out = capsys.readouterr().out
-    assert "1 layer in float, chosen for batches of 1 and 4" in out
+    assert "Note: profile mixed: 1 layer in float, chosen for batches of 1 and 4" in out
+    assert "Next: check in config.json and one/export/deploy.json, and repeat this in" in out
     assert "--to onnx --onnx_profile mixed --gate " in out
     folder = tmp_path / "one" / "export"
     assert list(deployed(folder)["float_layers"]) == [FIRST]

@@ -64,13 +64,14 @@ def tokens(count: int = 2) -> list[dict[str, Tensor]]:
     ]
 
 
-def text_llama(folder: Path, inputs: int = 128) -> None:
+def text_llama(folder: Path, inputs: int = 128, **settings: Any) -> None:
     """Write a LLaMA in bfloat16 whose layers have so many inputs, with a tokenizer of bytes, to
-    `my_llama`, and a text to `book.txt`.
+    `my_llama`, and a text to `book.txt`; `settings` are more fields of its config.
     """
     for package in (*EXPORTERS["compressed-tensors"].needs, "tokenizers"):
         pytest.importorskip(package, reason="needs quantizer-torch[llm]")
     sizes = {"hidden_size": inputs, "intermediate_size": inputs, "num_key_value_heads": 4}
+    sizes |= settings
     model = llama(vocab_size=256, bos_token_id=0, eos_token_id=0, **sizes).bfloat16()
     saved(folder / "my_llama", model)
     byte_tokenizer().save_pretrained(folder / "my_llama")

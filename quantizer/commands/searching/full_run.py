@@ -318,4 +318,3 @@ def config_of_run(
     choices = options.target_choices
     path = config_file(folder, made_for, sized, target, choices, overwrite=options.overwrite)
     return str(path)
-    return str(path)

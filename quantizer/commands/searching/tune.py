@@ -14,6 +14,7 @@ from pathlib import Path
 import click
 
 from quantizer.cli import session
+from quantizer.cli.arguments.options import Options
 from quantizer.cli.arguments.places import from_start
 from quantizer.cli.modes.calib_mode import run_calib
 from quantizer.cli.modes.float_mode import require_directions

@@ -6,7 +6,10 @@ model of transformers write to their cache, whether a call uses that or not.
 """
 
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
+from importlib import import_module
+from importlib.metadata import version
 from typing import Any
 
 import torch
@@ -256,6 +259,10 @@ _PROJECTIONS = frozenset({"k_proj", "v_proj", "qkv_proj", "kv_b_proj"})
 _SCALE_NAMES: Mapping[Part, str] = {"key": "k_scale", "value": "v_scale"}
 _ALIKE_HELP = "give *.k_proj and *.v_proj the same entry in kv_cache_quant_config"
 _NO_CACHE = "leave kv_cache_quant_config out, or use <--deploy pt2>"
+_OTHER_READER = (
+    "run `pip install 'transformers<5.24'`: compressed-tensors 0.20 finds the caches of these "
+    f"versions; or {_NO_CACHE}"
+)
 INT8_CACHE_REMARK = "the key-value cache is int8, and vLLM and SGLang have only fp8 there"
 _CACHE_LIMITS = (
     Limit(
@@ -373,13 +380,34 @@ def _module_refusal(graph: Graph, cached: CachedValue) -> Reason | None:
     class_name = node.classes[0].rpartition(".")[2] if node.classes else ""
     is_attention = "attention" in class_name.lower()
     if is_attention and not names.isdisjoint(_PROJECTIONS):
-        return None
+        return _reader_refusal(node.classes[0])
     words = ", ".join(sorted(_PROJECTIONS))
     return (
         f"belongs to {node.scope or graph.model}, and readers recognize attentions by the name "
         f"of the class and by one of the layers {words}",
         _NO_CACHE,
     )
+
+
+def _reader_refusal(class_path: str) -> Reason | None:
+    """Return why the reader that is installed quantizes no cache of a class of attentions.
+
+    It looks for an argument of `forward`, whose name changes between versions of transformers.
+    """
+    module_name, _, name = class_path.rpartition(".")
+    with suppress(ImportError, AttributeError):
+        forward = getattr(import_module(module_name), name).forward
+        reader = import_module("compressed_tensors.quantization.lifecycle.initialize")
+        attention = type(name, (nn.Module,), {"forward": forward})()
+        attention.k_proj = nn.Identity()
+        if not reader.is_cached_attention_module(attention):
+            return (
+                f"belongs to a {name}, of which compressed-tensors "
+                f"{version('compressed-tensors')} quantizes no cache with transformers "
+                f"{version('transformers')}",
+                _OTHER_READER,
+            )
+    return None
 
 
 def _stored_scale(tensor: QuantizedTensor, model: nn.Module, path: str) -> Tensor:

@@ -22,8 +22,8 @@ from quantizer.export.agreement import Verification, verify
 from quantizer.export.deployment import Deployment
 from quantizer.export.exporter import Exporter, Reason, Refusal
 from quantizer.export.gguf.architectures import outline_of_architecture
-from quantizer.export.gguf.blocks import block_refusal, with_float16_scale
-from quantizer.export.gguf.file import Outline, stored_tensors, write_gguf
+from quantizer.export.gguf.blocks import block_refusal, block_type, with_float16_scale
+from quantizer.export.gguf.file import Outline, file_bytes, stored_tensors, write_gguf
 from quantizer.export.gguf.template import outline_of_template
 from quantizer.export.hugging_face_folder import model_config
 from quantizer.export.transformers_models import (
@@ -47,7 +47,7 @@ from quantizer.graph.ir import Graph, Node
 from quantizer.nn.network import Network
 from quantizer.nn.quantizer import QuantizedTensor
 from quantizer.option_words import Sentence
-from quantizer.plan.model import TensorSpecs
+from quantizer.plan.model import Plan, TensorSpecs
 from quantizer.sources.hugging_face.loader import read_checkpoint
 
 _TARGET = "gguf"
@@ -101,6 +101,17 @@ class GgufExporter(Exporter[GgufFile]):
     def require_model(self, model: nn.Module) -> None:
         """Check that keys and names are known, from the template or the architecture."""
         _outline(self.choice("gguf_template"), model)
+
+    def file_bytes(self, plan: Plan, model: nn.Module) -> int:
+        """Return the size of the file with its vocabulary."""
+        outline = _outline(self.choice("gguf_template"), model)
+        names = first_names(model)
+        kinds: dict[str, str] = {}
+        for layer, node in _layers_of_blocks(plan.graph, plan.specs).items():
+            kind = block_type(plan.specs[layer, "weights"])
+            if kind is not None:
+                kinds[names[node.params["weight"].partition("@")[0]]] = kind.name
+        return file_bytes(outline, kinds, state_of(model))
 
     def as_run(self, graph: Graph, solution: Solution) -> Solution:
         """Return the solution with the file's scales, which are float16; codes stay."""

@@ -22,7 +22,16 @@ _STACK_RANK = 3
 """The axes of a tensor with a matrix for each expert."""
 _LAYERS = 3
 """Query, key and value."""
+_ARCHITECTURE_KEY = "general.architecture"
 _ALIGNMENT_KEY = "general.alignment"
+_WORD = 8
+"""The bytes of a count, of a size and of an offset."""
+_TYPE = 4
+"""The bytes of a type, and of the number of axes."""
+_HEADER = 24
+"""The bytes before the keys: magic, version, and how many tensors and keys there are."""
+_SHORT_TYPES = {"UINT8": 1, "INT8": 1, "BOOL": 1, "UINT16": 2, "INT16": 2}
+_LONG_TYPES = ("UINT64", "INT64", "FLOAT64")
 
 
 @dataclass(frozen=True)
@@ -146,6 +155,62 @@ def stored_tensors(
         rows = arrangement.coded(packed, values[source])
         tensors[name] = GgufTensor(rows.contiguous().numpy(), kind.name)
     return tensors | dict(outline.constant)
+
+
+def file_bytes(outline: Outline, kinds: Mapping[str, str], values: Mapping[str, Tensor]) -> int:
+    """Return the size of a file before its weights are quantized.
+
+    Args:
+        kinds: the types of blocks, by the names of weights in the model.
+        values: the tensors of the model.
+    """
+    architecture = typed(outline.architecture)
+    keys = {_ARCHITECTURE_KEY: architecture, **outline.keys, FILE_TYPE_KEY: typed(0)}
+    start = _HEADER + sum(_key_bytes(name, key) for name, key in keys.items())
+    alignment = gguf.GGUF_DEFAULT_ALIGNMENT
+    if _ALIGNMENT_KEY in keys:
+        alignment = keys[_ALIGNMENT_KEY].value
+    total = 0
+    sizes = {
+        name: (tensor.data.nbytes, tensor.data.ndim)
+        for name, tensor in outline.constant.items()
+    }
+    for name, (source, arrangement) in outline.tensors.items():
+        arranged = arrangement.values(values[source])
+        if source in kinds:
+            kind = gguf.GGMLQuantizationType[kinds[source]]
+            block, size = gguf.GGML_QUANT_SIZES[kind]
+            sizes[name] = arranged.numel() // block * size, arranged.dim()
+        else:
+            sizes[name] = _as_values(arranged.contiguous()).data.nbytes, arranged.dim()
+    for name, (size, axes) in sizes.items():
+        start += _text_bytes(name) + 2 * _TYPE + (axes + 1) * _WORD
+        total += gguf.GGUFWriter.ggml_pad(size, alignment)
+    return gguf.GGUFWriter.ggml_pad(start, alignment) + total
+
+
+def _key_bytes(name: str, key: GgufValue) -> int:
+    """Return the bytes of a key with its name."""
+    start = _text_bytes(name) + _TYPE
+    if key.type != gguf.GGUFValueType.ARRAY:
+        return start + _value_bytes(key.value, key.type)
+    start += _TYPE + _WORD
+    return start + sum(_value_bytes(value, key.element_type) for value in key.value)
+
+
+def _value_bytes(value: Any, kind: Any) -> int:
+    """Return the bytes of a single value of a type."""
+    if kind == gguf.GGUFValueType.STRING:
+        return _text_bytes(value)
+    if kind.name in _LONG_TYPES:
+        return _WORD
+    return _SHORT_TYPES.get(kind.name, _TYPE)
+
+
+def _text_bytes(text: str | bytes) -> int:
+    """Return the bytes of a text with its length."""
+    encoded = text.encode() if isinstance(text, str) else text
+    return _WORD + len(encoded)
 
 
 def _as_values(x: Tensor) -> GgufTensor:

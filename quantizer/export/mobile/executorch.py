@@ -2,7 +2,7 @@
 
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -31,6 +31,7 @@ from quantizer.export.mobile.rewrites import (
     rewrite,
     round_before_moves,
     slice_parts,
+    with_gates,
     write_softplus,
 )
 from quantizer.export.programs.coded import ProgramForm
@@ -100,12 +101,14 @@ class ExecutorchExporter(MobileExporter):
 
     def compile(self, source: MobileProgram, name: str) -> MobileFile:
         """Convert the program for XNNPACK, and count what XNNPACK computes."""
-        rewrite(source.program, _REWRITES)
+        open_program = with_gates(source.program)
+        rewrite(open_program, _REWRITES)
         # torch would choose kernels for small batches, and 15 would become the largest one.
         with mkldnn.flags(enabled=False), nnpack.flags(enabled=False):
             origin = {ORIGIN_METHOD: source.tested.origin.text()}
-            lowered = _lowered(source.program, constant_methods=origin)
+            lowered = _lowered(open_program, constant_methods=origin)
             program = lowered.exported_program()
+            _require_open(source, program, name)
             layers = {source.layers[module] for module in _integer_modules(program)}
             kernels = taken_kernels(source, layers, "XNNPACK does not take it")
             remarks = (*_size_remarks(source), *_outside_remarks(program))
@@ -154,6 +157,27 @@ def _require_small(written: MobileFile, call: Call) -> None:
         f"and a batch to verify it with has {size}",
         help=f"--{_BATCH} {size}, or smaller batches",
     )
+
+
+def _require_open(source: MobileProgram, program: ExportedProgram, name: str) -> None:
+    """Raise `VerificationError` if a conversion has fixed a batch that should be open."""
+    if source.most_samples in (None, 1):
+        return
+    inputs = program.graph_signature.user_inputs
+    for node in program.graph.find_nodes(op="placeholder"):
+        if node.name in inputs and not all(isinstance(size, int) for size in _shape(node)):
+            return
+    raise VerificationError(
+        f"{name} is not written: ExecuTorch fixes the number of samples in this network, and "
+        f"a batch should have 1 to {source.most_samples}",
+        help=f"give batches of one sample and <--{_BATCH} 1>, or use <--deploy onnx or pt2>",
+    )
+
+
+def _shape(node: Node) -> Sequence[Any]:
+    """Return the sizes of a node's value; none if that is not a tensor."""
+    value = node.meta["val"]
+    return value.shape if isinstance(value, Tensor) else ()
 
 
 def _delegated(program: ExportedProgram) -> Iterator[ExportedProgram]:

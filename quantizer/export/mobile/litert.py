@@ -255,8 +255,8 @@ def _takes_batches(content: bytes, deployment: Deployment) -> bool:
     # The first two samples, or one of them twice
     call = _samples(deployment, deployment.call, [0, min(1, size - 1)])
     run = _signature(content)
-    apart = _run_apart(run, deployment, call)
     try:
+        apart = _run_apart(run, deployment, call)
         outputs = _run(run, deployment, call)
     except (RuntimeError, ValueError):
         return False

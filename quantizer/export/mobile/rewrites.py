@@ -43,8 +43,17 @@ ONE_SCALE = (
 
 Values may be rounded before or after them: they move values, or keep their order.
 """
-_PARTS = (_ATEN.chunk.default, _ATEN.split.Tensor, _ATEN.split_with_sizes.default)
+_PARTS = (
+    _ATEN.chunk.default,
+    _ATEN.split.Tensor,
+    _ATEN.split_with_sizes.default,
+    _ATEN.unsafe_chunk.default,
+    _ATEN.unsafe_split.Tensor,
+    _ATEN.unsafe_split_with_sizes.default,
+)
 """Operators that cut a value into parts, along an axis that is their last argument, or 0."""
+_GATED = (_ATEN.gru.input, _ATEN.gru_cell.default, _ATEN.lstm_cell.default)
+"""Recurrent operators that cut the sums of their gates into parts."""
 _CONVOLUTIONS_1D = {
     _ATEN.conv1d.default: _CONVOLUTION,
     _ATEN.conv_transpose1d.default: _ATEN.conv_transpose2d.input,
@@ -217,6 +226,17 @@ def _source_of_codes(value: Node, reader: Node) -> tuple[Node, Node]:
         reader = value
         (value,) = value.all_input_nodes
     return value, reader
+
+
+def with_gates(program: ExportedProgram) -> ExportedProgram:
+    """Return a program with the operators that recurrent ones with gates consist of.
+
+    `slice_parts` then finds their gates.
+    """
+    if not calls(program, *_GATED):
+        return program
+    forms = torch.export.default_decompositions()
+    return program.run_decompositions({target: forms[target] for target in _GATED})
 
 
 def slice_parts(program: ExportedProgram) -> None:

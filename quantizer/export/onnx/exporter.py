@@ -41,6 +41,7 @@ from quantizer.export.onnx.speed import Feed
 from quantizer.export.onnx.tuned.tuner import Tuner, activation_keys, without_activations
 from quantizer.export.onnx.verify import LayerCheck, OnnxFile, named_inputs, verify_sessions
 from quantizer.graph.ir import Graph
+from quantizer.option_words import Sentence, marked_text
 from quantizer.plan.model import TensorSpecs
 from quantizer.storage.files import write_json
 
@@ -291,11 +292,15 @@ class OnnxExporter(Exporter[_Written]):
         asides = built.storage.asides
         choice = deployment.layer_choice
         if choice is not None:
-            remarks = (choice.line, *remarks)
-            if not self.conventions.keeps_integers:
-                # The user has asked for the choice
-                asides = (choice.line, *asides)
-            verification = _with_reasons(verification, choice)
+            line = choice.line
+            if self.conventions.keeps_integers:
+                # The run may have chosen the profile
+                profile = self.choice("onnx_profile")
+                line = Sentence(f"profile {profile}: {marked_text(line)}")
+            else:
+                asides = (line, *asides)
+            remarks = (line, *remarks)
+            verification = replace(_with_reasons(verification, choice), choice_file=DEPLOY_FILE)
         return replace(
             verification,
             remarks=remarks,

@@ -13,6 +13,7 @@ from quantizer.config.model import Selector
 from quantizer.config.wording import joined
 from quantizer.errors import UsageError
 from quantizer.graph.ir import Graph
+from quantizer.graph.names import path_names
 from quantizer.graph.passes import run_passes
 from quantizer.plan.match import match
 from quantizer.plan.selected import SELECTED_KINDS, closest_layers, how_to_list_layers
@@ -37,6 +38,26 @@ def kept_names(names: str | Collection[str], *, has_config: bool) -> list[str]:
             help=f"leave <--keep_float> out, and add {_line(listed)} to it",
         )
     return listed
+
+
+def with_ties(names: Sequence[str], original: Graph) -> list[str]:
+    """Return names of layers with those of the layers that share a weight with them.
+
+    Args:
+        names: of layers, as `exclude` takes them.
+        original: the network as traced.
+    """
+    kept: set[str] = set()
+    for name in names:
+        kept.update(match(Selector("exclude", name), original, original).layers)
+    weights = {original.by_name[layer].params.get("weight", "") for layer in kept}
+    shown = path_names(original)
+    tied = [
+        shown.get(node.name, node.name)
+        for node in original.nodes
+        if node.name not in kept and node.params.get("weight") in weights
+    ]
+    return list(dict.fromkeys([*names, *tied]))
 
 
 def with_kept(source: Text, names: Sequence[str], original: Graph) -> str:
