@@ -64,7 +64,7 @@ _NETWORK = _Example(
 )
 _LANGUAGE_MODEL = _Example(
     "tales",
-    "a language model that tells tales; tales.txt has some that it was not trained on",
+    "a language model of short tales; tales.txt has some that it was not trained on",
     (
         "tales/config.json",
         "tales/generation_config.json",
