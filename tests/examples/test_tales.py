@@ -40,7 +40,7 @@ def test_the_text_is_what_the_grammar_tells() -> None:
 def test_the_commands_of_the_demo_lose_nothing(
     demo: list[list[str]], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert [words[4:6] for words in demo] == [["tales.txt", "--to"]] * 2
+    assert [words[3:5] for words in demo] == [["tales.txt", "--to"]] * 2
     for words in demo:
         gates = ["--gate", "perplexity<=2.15", "--gate", "perplexity_ratio<=1.005"]
         assert run_command([*words, *gates]) == 0, capsys.readouterr()
