@@ -4,10 +4,10 @@ it: short tales that a grammar tells.
     pip install '.[llm]'
     python examples/train_tales.py
 
-The tales are made up here, word by word, so they have the licence of this package and are as
-many as training takes. No tale of `tales.txt` was trained on. Each choice of the grammar has
-a known probability. The last line printed is the perplexity that these choices leave, which no
-model can be below.
+The tales are made up here, word by word, so they have the licence of this package (Apache-2.0)
+and are as many as training takes. No tale of `tales.txt` was trained on. Each choice of the
+grammar has a known probability. The last line printed is the perplexity that these choices
+leave. On average, no model can be below it.
 """
 
 from __future__ import annotations

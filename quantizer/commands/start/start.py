@@ -66,6 +66,7 @@ _LANGUAGE_MODEL = _Example(
     "tales",
     "a language model of short tales; tales.txt has some that it was not trained on",
     (
+        "tales/README.md",
         "tales/config.json",
         "tales/generation_config.json",
         "tales/model.safetensors",
