@@ -11,8 +11,12 @@ from setuptools.command.build_py import build_py
 
 DATA = ("schemas", "configs")
 PAGE = ["*.css", "page.js", "templates/*.html", "templates/sections/*.html"]
-EXAMPLE = ("mnist.py", "resnet.py", "mnist.safetensors", "mnist_data.safetensors")
-"""The files that `quantizer demo` writes."""
+EXAMPLES = (
+    *("mnist.py", "resnet.py", "mnist.safetensors", "mnist_data.safetensors"),
+    *(str(path.relative_to("examples")) for path in sorted(Path("examples").glob("tales/*"))),
+    "tales.txt",
+)
+"""The files that `quantizer demo` writes, with --llm or without."""
 
 
 PROJECT = Path("pyproject.toml").read_text("utf-8")
@@ -43,15 +47,15 @@ def outside(link: re.Match[str], site: str, repository: list[str]) -> str:
     return link["text"]
 
 
-class BuildWithExample(build_py):
-    """Copies the files of the demo, but not the other examples, into the package."""
+class BuildWithExamples(build_py):
+    """Copies the files of the demos, but not the other examples, into the package."""
 
     def run(self) -> None:
         super().run()
-        folder = Path(self.build_lib, "quantizer", "examples")
-        self.mkpath(str(folder))
-        for name in EXAMPLE:
-            self.copy_file(str(Path("examples", name)), str(folder / name))
+        for name in EXAMPLES:
+            copy = Path(self.build_lib, "quantizer", "examples", name)
+            self.mkpath(str(copy.parent))
+            self.copy_file(str(Path("examples", name)), str(copy))
 
 
 setup(
@@ -64,5 +68,5 @@ setup(
     package_dir={f"quantizer.{folder}": folder for folder in DATA},
     package_data={"quantizer": ["py.typed", "__init__.pyi"], "quantizer.report.page": PAGE}
     | {f"quantizer.{folder}": ["*.json"] for folder in DATA},
-    cmdclass={"build_py": BuildWithExample},
+    cmdclass={"build_py": BuildWithExamples},
 )

@@ -116,12 +116,13 @@ def mean_error(model: nn.Module, task: Task, graph: Graph) -> float:
 
 def rounded(task: Task, found: Adjustment) -> Graph:
     """The graph with all planned weights on their grids."""
-    graph = apply_adjustment(task.graph, found, rounded=True)
+    graph = apply_adjustment(task.graph, found)
+    found_weights = {name: {"weight": layer.weight} for name, layer in found.rounded.items()}
     left = {name: weight(graph, name) for name, _ in task.specs if name not in found.rounded}
     plain = {
         name: {"weight": nearest(w, SPEC, nearest_qparams(SPEC, w))} for name, w in left.items()
     }
-    return with_weights(graph, plain)
+    return with_weights(graph, found_weights | plain)
 
 
 def weight(graph: Graph, name: str) -> torch.Tensor:

@@ -35,7 +35,7 @@ from workloads import images, llama, resnet18, tokens
 
 import quantizer
 from quantizer import Config, Dtype, QSchemeType, QuantizationConfig, QuantizationSpec
-from quantizer.export.onnx.speed import timed_session
+from quantizer.export.onnx.speed import cpu_session
 from quantizer.graph.tracing.trace import quiet
 from quantizer.numerics.metrics import sqnr_db
 from quantizer.sources.models import load_model
@@ -240,7 +240,7 @@ def session(path: Path, threads: int = 1) -> onnxruntime.InferenceSession:
     """Return a session whose threads do not slow down the session after it."""
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = threads
-    return timed_session(path.read_bytes(), options)
+    return cpu_session(path.read_bytes(), options)
 
 
 def output(each: onnxruntime.InferenceSession, x: Tensor) -> Tensor:

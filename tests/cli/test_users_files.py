@@ -283,16 +283,25 @@ def test_an_edited_config_in_the_results_is_read_and_kept(work: Path, tmp_path: 
     assert '"int4"' in (out / "config.resolved.json").read_text()
 
 
-def test_a_demo_that_was_stopped_is_completed(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("option", "data", "model"),
+    [
+        ([], "mnist_data.safetensors", "mnist.py"),
+        (["--llm"], "tales/tokenizer.json", "tales.txt"),
+    ],
+)
+def test_a_demo_that_was_stopped_is_completed(
+    option: list[str], data: str, model: str, tmp_path: Path
+) -> None:
     place = tmp_path / "demo"
-    assert run_command(["demo", str(place)]) == 0
+    assert run_command(["demo", *option, str(place)]) == 0
     complete = contents(place)
-    (place / "mnist_data.safetensors").unlink()
-    assert run_command(["demo", str(place)]) == 0
+    (place / data).unlink()
+    assert run_command(["demo", *option, str(place)]) == 0
     assert contents(place) == complete
-    (place / "mnist.py").write_text("mine")
-    assert run_command(["demo", str(place)]) == 2
-    assert (place / "mnist.py").read_text() == "mine"
+    (place / model).write_text("mine")
+    assert run_command(["demo", *option, str(place)]) == 2
+    assert (place / model).read_text() == "mine"
 
 
 STOPPED = """

@@ -72,13 +72,28 @@ def test_the_blocks_of_the_readme_run_in_an_empty_environment(tmp_path: Path) ->
             name = block.splitlines()[0].removeprefix("# ")
             (shell.folder / name).write_text(block, "utf-8")
         else:
+            if "[llm]" in block:
+                check_environment(Shell(clone, environment))
             # After a release, the index has other files than the checkout
-            printed.append(shell.run(block.replace("'quantizer-torch[onnx]'", "'.[onnx]'")))
-    first, second, third = printed
+            printed.append(shell.run(re.sub(r"'quantizer-torch(\[\w+\])'", r"'.\1'", block)))
+    first, second, third, fourth = printed
     check_table(first)
     assert "Wrote mine/export/Sequential.onnx: " in second
     assert "gate sqnr_db>=20: met" in third
-    check_environment(Shell(clone, environment))
+    check_language_model(fourth, clone)
+
+
+def check_language_model(printed: str, clone: Path) -> None:
+    """Compare the sentence on the language model with what its block prints."""
+    told = re.search(r"its perplexity of ([\d.]+) and shrinks from (\d+) to (\d+ kB)", README)
+    assert told is not None
+    measured = re.search(r"perplexity is ([\d.]+), in float ([\d.]+);", printed)
+    assert measured is not None, printed
+    for found in measured.groups():
+        assert float(found) == pytest.approx(float(told[1]), abs=0.01)
+    weights = clone / "quantizer_demo" / "tales" / "model.safetensors"
+    assert round(weights.stat().st_size / 1000) == int(told[2])
+    assert f"float activations; {told[3]}" in printed
 
 
 def check_table(printed: str) -> None:
@@ -98,7 +113,7 @@ def check_table(printed: str) -> None:
 
 
 def check_environment(shell: Shell) -> None:
-    """Check what was installed, and that errors advise what fits it."""
+    """Check what was installed before the extra llm is, and that errors advise what fits it."""
     clone = shell.folder
     assert shell.run("python -c 'import torch; print(torch.version.cuda)'") == "None\n"
     llama = clone / "llama"

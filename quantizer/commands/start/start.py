@@ -7,7 +7,7 @@ import json
 import shutil
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import click
@@ -36,23 +36,64 @@ from quantizer.errors import UsageError
 from quantizer.export.destinations import DESTINATIONS, destination_named
 from quantizer.storage.replacing import replace_file
 
-_MODEL = "mnist.py"
-_FILES = (_MODEL, "resnet.py", "mnist.safetensors", "mnist_data.safetensors")
-"""The example: the model's file, the module it imports, its weights and its data."""
+
+@dataclass(frozen=True)
+class _Example:
+    """What a form of `quantizer demo` writes.
+
+    Attributes:
+        model: what `quantizer run` takes.
+        about: the model in words.
+        files: all files, by their names in examples/.
+        kind: that of the destinations to try, as in `Destination.stands_for`.
+        data: the option for the data, unless the model's file has them.
+    """
+
+    model: str
+    about: str
+    files: tuple[str, ...]
+    kind: str
+    data: str = ""
+
+
+_NETWORK = _Example(
+    "mnist.py",
+    "a network that reads digits; its weights and its data are next to it",
+    ("mnist.py", "resnet.py", "mnist.safetensors", "mnist_data.safetensors"),
+    "network",
+)
+_LANGUAGE_MODEL = _Example(
+    "tales",
+    "a language model of short tales; tales.txt has some that it was not trained on",
+    (
+        "tales/README.md",
+        "tales/config.json",
+        "tales/generation_config.json",
+        "tales/model.safetensors",
+        "tales/tokenizer.json",
+        "tales/tokenizer_config.json",
+        "tales.txt",
+    ),
+    "language model",
+    " --data tales.txt",
+)
 
 
 @command()
 @click.argument("folder", type=PathType(), default="quantizer_demo")
-def demo(folder: str) -> None:
+@click.option("--llm", is_flag=True, help="Write a small language model instead, with a text.")
+def demo(folder: str, llm: bool) -> None:
     """Write a small trained network with its data to FOLDER (by default quantizer_demo), and
     print commands to try on it.
 
     \b
     quantizer demo
+    quantizer demo --llm
     """
+    example = _LANGUAGE_MODEL if llm else _NETWORK
     place = Path(folder)
     missing: dict[Path, bytes] = {}
-    for name in _FILES:
+    for name in example.files:
         content = resource("examples", name).read_bytes()
         path = place / name
         if not path.exists():
@@ -63,21 +104,23 @@ def demo(folder: str) -> None:
                 f"{path} already exists", help="give another folder: `quantizer demo FOLDER`"
             )
     try:
-        place.mkdir(parents=True, exist_ok=True)
         for path, content in missing.items():
+            path.parent.mkdir(parents=True, exist_ok=True)
             replace_file(path, content)
     except OSError as error:
         raise UsageError(f"{place} cannot be written: {error.strerror or error}") from None
-    click.echo(
-        f"wrote {place}: {_MODEL} is a network that reads digits; its weights and its data "
-        f"are next to it. Try:\n\n  cd {place}"
-    )
+    click.echo(f"wrote {place}: {example.model} is {example.about}. Try:\n\n  cd {place}")
+    run = f"  quantizer run {example.model}{example.data} --to"
+    others = []
     for name, destination in DESTINATIONS.items():
-        if destination.stands_for == "network":
-            click.echo(f"  quantizer run {_MODEL} --to {name}")
-    for destination in DESTINATIONS.values():
-        if destination.wider:
-            click.echo(f"  quantizer run {_MODEL} --to {destination.wider} -o small")
+        if destination.stands_for == example.kind:
+            click.echo(f"{run} {name}")
+        if llm and destination.smaller:
+            others.append(name)
+        elif not llm and destination.wider:
+            others.append(destination.wider)
+    for name in others:
+        click.echo(f"{run} {name} -o small")
 
 
 _DEVICES = {"CPU": "cpu_int8", "GPU": "gpu", "DPU": "dpu"}

@@ -236,7 +236,10 @@ def with_gates(program: ExportedProgram) -> ExportedProgram:
     if not calls(program, *_GATED):
         return program
     forms = torch.export.default_decompositions()
-    return program.run_decompositions({target: forms[target] for target in _GATED})
+    lowered: ExportedProgram = program.run_decompositions(
+        {target: forms[target] for target in _GATED}
+    )
+    return lowered
 
 
 def slice_parts(program: ExportedProgram) -> None:
