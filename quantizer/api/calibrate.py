@@ -72,8 +72,7 @@ def calibrate(
     """Quantize a traced copy of a model, as `quantizer --quant_mode calib` does.
 
     Args:
-        model: any `torch.nn.Module`. It stays unchanged, and is traced on the first batch. A
-            folder is loaded with `from_pretrained` of transformers first.
+        model: any `torch.nn.Module`, as of `from_pretrained`. It is traced and stays unchanged.
         config: a path, a dict or a `Config`; None for the built-in default for the DPU.
         data: an iterable of batches (tensors, tuples, dicts, with or without targets), a
             function that returns one, or a text as for `--data`. Each pass has to give the same

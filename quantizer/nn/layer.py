@@ -98,10 +98,7 @@ def check_float(model: Any, *, traced: bool = False) -> None:
         if isinstance(model, type):
             remedy = f"give an instance of it: {model.__name__}(…)"
         elif isinstance(model, str | os.PathLike):
-            remedy = (
-                "`AutoModelForCausalLM.from_pretrained` of transformers loads a folder; "
-                "`quantizer run` takes paths of models"
-            )
+            remedy = "load it first, as `from_pretrained` of transformers loads a folder"
         raise ModelError(f"model is {a_kind(model)}, not a torch.nn.Module", help=remedy)
     for path, module in model.named_modules():
         where = path or "the model"

@@ -299,6 +299,6 @@ def test_a_path_instead_of_a_model_names_what_loads_it(place: Any) -> None:
         lambda: quantizer.calibrate(place, config, [torch.ones(1)]),
         lambda: in_place.quantize_model(place),
     ):
-        with pytest.raises(ModelError, match=r"from_pretrained.*`quantizer run`"):
+        with pytest.raises(ModelError, match="from_pretrained"):
             call()
     assert not Path("quantize_result").exists()

@@ -21,8 +21,6 @@ from quantizer.config.diagnostics import (
 )
 from quantizer.config.document.document import Document, Text, TextSpan, pointer_to
 from quantizer.config.json_types import JsonObject, JsonPath
-from quantizer.config.resources import presets
-from quantizer.config.wording import closest_word
 from quantizer.plugins import if_command
 from quantizer.storage.system_calls import read_start
 
@@ -49,16 +47,11 @@ _FOREIGN_LITERALS = {
     **dict.fromkeys(("False", "FALSE"), "false"),
     **dict.fromkeys(("None", "undefined"), "null"),
 }
-
 _NOT_FINITE = {"NaN", "Infinity", "-Infinity", "nan", "inf", "-inf", "-NaN", "+Infinity"}
 
 
 def read_document(path: str | os.PathLike[str]) -> Document:
-    """Read the JSON object in the file `path`.
-
-    Raises:
-        ConfigError: all that is wrong with the encoding or the syntax.
-    """
+    """Read the JSON object in the file `path`; a `ConfigError` has all that is wrong."""
     return parse_document(read_text(path))
 
 
@@ -74,8 +67,6 @@ def read_text(path: str | os.PathLike[str]) -> Text:
 def parse_document(source: Text) -> Document:
     """Parse a JSON object that is nested at most 64 deep.
 
-    It has no duplicate keys, no comments, no trailing commas and no NaN or Infinity.
-
     Raises:
         ConfigError: all that is wrong with the syntax.
     """
@@ -86,8 +77,7 @@ def parse_document(source: Text) -> Document:
 
 
 def read_over_faults(source: Text) -> Document:
-    """Parse a JSON object as `parse_document` does. Faults of syntax after which the text can
-    be read further are in `problems` of the document.
+    """Parse a JSON object. Faults after which the text can be read are in `problems` of it.
 
     Raises:
         ConfigError: the text cannot be read to its end.
@@ -110,10 +100,8 @@ def read_over_faults(source: Text) -> Document:
     problems = merged_by_cause(parser.problems)
     if parser.has_stopped:
         raise ConfigError(problems, {source.name: source.text})
-    ignored = frozenset(parser.unread)
-    return Document(
-        source, value, parser.values, parser.keys, ignored=ignored, problems=problems
-    )
+    unread = frozenset(parser.unread)
+    return Document(source, value, parser.values, parser.keys, {}, unread, problems)
 
 
 def _read_bytes(path: str | os.PathLike[str]) -> bytes:
@@ -121,7 +109,10 @@ def _read_bytes(path: str | os.PathLike[str]) -> bytes:
     try:
         data = read_start(path, MAX_CONFIG_BYTES + 1)
     except FileNotFoundError:
-        help_ = _help_for_missing(Path(path))
+        # Only a missing file needs it
+        from quantizer.config.document.missing_file import help_for_missing
+
+        help_ = help_for_missing(Path(path))
         raise _unreadable(name, "there is no such file", help_) from None
     except IsADirectoryError:
         raise _unreadable(name, "this is a directory", "give the path of a JSON file") from None
@@ -173,21 +164,6 @@ def _unreadable(
     return ConfigError([Diagnostic(code, message, Place(name, 1, 1), help=help_)])
 
 
-def _help_for_missing(path: Path) -> str:
-    """Return the name of a neighbour that may be meant, or how to write a preset."""
-    if path.stem in presets():
-        words = f"`quantizer init --preset {path.stem} -o {path.stem}.json` writes this preset"
-        return if_command("init", words)
-    try:
-        neighbours = [entry.name for entry in path.parent.iterdir() if entry.suffix == ".json"]
-    except (OSError, ValueError):
-        neighbours = []
-    name = closest_word(path.name, neighbours)
-    if name:
-        return f'did you mean "{path.parent / name}"?'
-    return if_command("init", "`quantizer init` writes a config to start from")
-
-
 class _StopError(Exception):
     """Parsing cannot continue; the reason is already in `problems`."""
 
@@ -195,8 +171,7 @@ class _StopError(Exception):
 class Parser:
     """One parse of one text; `problems`, `values` and `keys` fill as it goes.
 
-    `unread` has the JSON pointers of values that are none, `has_stopped` says whether the rest
-    could not be read, and `_index` is the character to read next.
+    `unread` has the JSON pointers of what is no value. `_index` is the character to read next.
     """
 
     def __init__(self, source: Text) -> None:
@@ -223,8 +198,8 @@ class Parser:
             self._skip_space()
             if self._next():
                 message = "there is text after the end of the JSON value"
-                span = (self._index, self._index + 1)
-                self.report("QZ004", message, span, "check the brackets above it")
+                place = (self._index, self._index + 1)
+                self.report("QZ004", message, place, "check the brackets above it")
         except _StopError:
             self.has_stopped = True
             return None
@@ -264,8 +239,7 @@ class Parser:
     ) -> NoReturn:
         """Report a problem at `span`, or at the next character, and stop."""
         span = span or (self._index, self._index + 1)
-        if code != "QZ009":
-            message += "; the rest of the file was not checked"
+        message += "" if code == "QZ009" else "; the rest of the file was not checked"
         self.report(code, message, span, remedy, instead=instead)
         raise _StopError
 
@@ -366,8 +340,7 @@ class Parser:
         span = (value_end - 1, value_end)
         if not _NEXT_MEMBERS[close].match(self.text, self._index):
             self._fail(message, remedy, span=span)
-        last = self.text[value_end - 1]
-        self.report("QZ004", message, span, remedy, instead=f"{last},")
+        self.report("QZ004", message, span, remedy, instead=f"{self.text[value_end - 1]},")
 
     def _key(self) -> str:
         if self._next() == "'":
@@ -425,8 +398,8 @@ class Parser:
             value = string[1]
         if _SURROGATE.search(value):
             message = "this string contains half of a surrogate pair"
-            remedy = "write the character itself, or both halves"
-            self.report("QZ004", message, (start, self._index), remedy)
+            span = (start, self._index)
+            self.report("QZ004", message, span, "write the character itself, or both halves")
             value = _SURROGATE.sub("\N{REPLACEMENT CHARACTER}", value)
         return str(value)
 
@@ -462,9 +435,10 @@ class Parser:
         elif self._next() == "'":
             return self._single_quoted()
         else:
-            shown = word[:40] or self._next() or "the end of the file"
             span = (self._index, max(end, self._index + 1))
-            message = f"expected a value, not {shown}"
+            message = (
+                f"expected a value, not {word[:40] or self._next() or 'the end of the file'}"
+            )
             remedy = 'text goes in double quotes: "…"'
             if not _ENDED_WORD.match(self.text, self._index):
                 self._fail(message, remedy, span=span)
