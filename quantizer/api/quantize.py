@@ -106,14 +106,14 @@ def quantize(
     Args:
         model, data, seed, dynamic, events: as in `calibrate`. Some destinations need no data.
         to: a name of `quantizer targets`. None: "w4" if the model generates text, else "onnx".
-        folder: the folder for config, results, report and the written file.
+        folder, overwrite: for config, results and file; whether others there are replaced.
         config: as in `calibrate`. None for `quantize_config.json` in the folder, or a preset.
         evaluation_data: to test and verify with. None: the last quarter of 16 samples or more.
-        evaluate, lower_is_better, options: as in `Result.test` and `Result.export`.
+        evaluate, lower_is_better: as in `Result.test`.
         gates: such as `["top1_drop<=0.01"]`. If one does not hold, `GateError` is raised.
         max_mb: the most 10^6 bytes that the file may have, as `--max_mb` of `quantizer run`.
         keep_float: layers that stay in float, as `exclude` of a config names them.
-        overwrite: whether other results, changed files and the config there are replaced.
+        options: the options of the target, as in `Result.export`.
 
     Raises:
         QuantizerError: as of `calibrate` and `Result`; a `UsageError` for a wrong argument.
