@@ -117,6 +117,19 @@ def fill(
     return out
 
 
+def _is_zero(zero_point: Tensor) -> bool:
+    """Return whether no zero point has to be added. On a GPU it is always false: waiting for
+    the values costs more than adding them.
+    """
+    if zero_point.numel() == 0:
+        return True
+    if not zero_point.is_cpu:
+        return False
+    # Many times as fast as `any`
+    least, greatest = zero_point.aminmax()
+    return int(least) == 0 and int(greatest) == 0
+
+
 def scratch(x: Tensor, dtype: torch.dtype | None = None) -> Tensor | None:
     """Return memory of the shape of the block `x` to work in, of its dtype if none is given, or
     None if `x` only stands for a tensor.
@@ -147,27 +160,28 @@ def blocks(
     """
     size = BLOCK_SIZE if x.is_cpu else GPU_BLOCK_SIZE
     scale = scale.to(x)
-    zero_point = zero_point.to(x)
-    if ch_axis is not None and x.numel() > size:
-        yield from _channel_blocks(x, twin, scale, zero_point, ch_axis=ch_axis, size=size)
-        return
-    zero: int | Tensor = along_axis(zero_point, x, ch_axis)
-    if ch_axis is None and x.is_cpu:
-        # A number is faster
-        zero = int(zero_point)
+    zero: int | Tensor
+    if ch_axis is None:
+        zero = int(zero_point) if x.is_cpu else zero_point.to(x)
+    else:
+        zero = 0 if x.is_cpu and _is_zero(zero_point) else zero_point.to(x)
     if x.numel() <= size:
         # The order of so few values does not matter
+        if isinstance(zero, Tensor):
+            zero = along_axis(zero, x, ch_axis)
         yield x, twin, along_axis(scale, x, ch_axis), zero
-        return
-    order = memory_order(x)
-    parts = torch.split(x.permute(order).view(-1), size)
-    twin_parts = torch.split(twin.permute(order).view(-1), size)
-    for part, twin_part in zip(reversed(parts), reversed(twin_parts), strict=True):
-        yield part, twin_part, scale, zero
+    elif ch_axis is None:
+        order = memory_order(x)
+        parts = torch.split(x.permute(order).view(-1), size)
+        twin_parts = torch.split(twin.permute(order).view(-1), size)
+        for part, twin_part in zip(reversed(parts), reversed(twin_parts), strict=True):
+            yield part, twin_part, scale, zero
+    else:
+        yield from _channel_blocks(x, twin, scale, zero, ch_axis=ch_axis, size=size)
 
 
 def _channel_blocks(
-    x: Tensor, twin: Tensor, scale: Tensor, zero: Tensor, *, ch_axis: int, size: int
+    x: Tensor, twin: Tensor, scale: Tensor, zero: int | Tensor, *, ch_axis: int, size: int
 ) -> Iterator[Block]:
     """Yield blocks of about `size` values with a scale for each index of `ch_axis`."""
     order = memory_order(x)
@@ -179,7 +193,6 @@ def _channel_blocks(
     values = ordered.view(outer, channels, inner)
     twin_values = twin.permute(order).view(outer, channels, inner)
     scale = scale.view(1, -1, 1)
-    zero = zero.view(1, -1, 1)
     wide = max(1, min(channels, size // inner))
     tall = max(1, size // (wide * inner))
     row_starts = reversed(range(0, outer, tall))
@@ -187,4 +200,5 @@ def _channel_blocks(
     for row, channel in product(row_starts, channel_starts):
         rows = slice(row, row + tall)
         part = slice(channel, channel + wide)
-        yield values[rows, part], twin_values[rows, part], scale[:, part], zero[:, part]
+        block_zero = zero if isinstance(zero, int) else zero.view(1, -1, 1)[:, part]
+        yield values[rows, part], twin_values[rows, part], scale[:, part], block_zero

@@ -110,9 +110,8 @@ def test_a_weight_that_is_not_finite_is_named(name: str, bad: float) -> None:
     config = Config.from_dict(
         {"global_quant_config": {"weight": {"dtype": "int4"}}, key: {"name": name}}
     )
-    with pytest.raises(
-        ModelError, match=r"weights of .*Linear\[3\]/linear: (1 NaN and 0|0 NaN and 1) infinite"
-    ):
+    why = r"^the weights hold NaN or Inf: 1 of 128 values of 3\.weight"
+    with pytest.raises(ModelError, match=why):
         ModelQuantizer(config).quantize_model(model, [x[0] for x in data()])
 
 

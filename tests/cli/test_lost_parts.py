@@ -66,7 +66,7 @@ def test_a_lost_part_is_said_everywhere(
 ) -> None:
     model, folder = detector
     monkeypatch.setenv("GITHUB_ACTIONS", "true")
-    assert check(folder, "--deploy", "pt2", model=model) == 0
+    assert check(folder, "--deploy", "pt2", model=model, quiet=False) == 0
     shown = capsys.readouterr()
     assert re.search(r"^sqnr_db 0$", shown.out, re.MULTILINE)
     assert re.search(r"^sqnr_db_pooled 4\d\.", shown.out, re.MULTILINE)

@@ -266,7 +266,7 @@ def test_gates_decide_the_exit_code(
 def test_piped_output_has_no_control_characters(
     calibrated: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    assert check(calibrated, "--names", "exact", "--top", "all") == 0
+    assert check(calibrated, "--names", "exact", "--top", "all", quiet=False) == 0
     out, err = capfd.readouterr()
     assert "\x1b" not in out + err
     assert "\r" not in out + err
@@ -288,7 +288,7 @@ def test_random_data_is_stamped(tmp_path: Path, capsys: pytest.CaptureFixture[st
 def test_inspect_prints_the_layers_before_the_run(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert calibrate(tmp_path / "out", "--inspect", "--names", "exact") == 0
+    assert calibrate(tmp_path / "out", "--inspect", "--names", "exact", quiet=False) == 0
     assert CONV1 in capsys.readouterr().out
 
 

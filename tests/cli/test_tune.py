@@ -57,8 +57,9 @@ def net(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], str]
     return written
 
 
-def tuned(model: str, *more: str, config: str = "w4.json") -> int:
-    return run_command(["tune", "-q", "--config_file", config, "--model", model, *more])
+def tuned(model: str, *more: str, config: str = "w4.json", quiet: bool = True) -> int:
+    screen = ["-q"] if quiet else []
+    return run_command(["tune", *screen, "--config_file", config, "--model", model, *more])
 
 
 def contents(folder: str) -> dict[str, bytes]:
@@ -79,7 +80,7 @@ def test_a_config_is_changed_until_the_gate_holds_and_the_modes_repeat_it(
 ) -> None:
     model = net(MODEL + APART)
     before = Path("w4.json").read_bytes()
-    assert tuned(model, "--gate", "sqnr_db>=21") == 0
+    assert tuned(model, "--gate", "sqnr_db>=21", quiet=False) == 0
     printed = capsys.readouterr().out.splitlines()
     assert max(map(len, printed)) <= 100
     assert printed[0].split() == ["step", "sqnr_db", "MB", "tests", "s", "result"]

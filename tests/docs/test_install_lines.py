@@ -80,6 +80,5 @@ def test_an_address_is_written_where_a_clone_is_named() -> None:
 def test_the_readme_says_whose_name_it_is() -> None:
     readme = " ".join((ROOT / "README.md").read_text("utf-8").split())
     assert (
-        "pip knows this package as `quantizer-torch`, the command and the module are called "
-        "`quantizer`, and PyPI's `quantizer` is another project."
+        "pip knows this package as `quantizer-torch`; PyPI's `quantizer` is another project."
     ) in readme

@@ -16,7 +16,7 @@ from torch import nn
 
 from quantizer.calibration.solution import Solution
 from quantizer.config.model import QuantizationSpec
-from quantizer.errors import ResultError
+from quantizer.errors import ResultError, VerificationError
 from quantizer.export.agreement import verify
 from quantizer.export.deployment import Deployment, tensor_leaves
 from quantizer.export.exporting import export
@@ -166,5 +166,5 @@ def test_a_verification_counts_what_differs() -> None:
         "outputs", [torch.tensor([1.0, 2.0, nan, 4.0])], [torch.tensor([1.0, 2.5, nan, 4.0])]
     )
     assert (found.max_difference, found.mean_difference, found.equal) == (0.5, 0.125, 0.75)
-    with pytest.raises(ValueError, match="shape"):
+    with pytest.raises(VerificationError, match="shape"):
         verify("outputs", [torch.ones(2)], [torch.ones(3)])

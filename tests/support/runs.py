@@ -14,7 +14,11 @@ EXAMPLE = str(ROOT / "configs" / "example.json")
 
 
 def calibrate(
-    folder: Path, *more: str, model: str = DIGITS, config: str | None = EXAMPLE
+    folder: Path,
+    *more: str,
+    model: str = DIGITS,
+    config: str | None = EXAMPLE,
+    quiet: bool = True,
 ) -> int:
     """Calibrate on a few samples, other models than the digits without a config; returns the
     exit code.
@@ -30,7 +34,7 @@ def calibrate(
             model,
             "--output_dir",
             str(folder),
-            "-q",
+            *(["-q"] if quiet else []),
             *given,
             "--subset_len",
             "64",
@@ -60,7 +64,7 @@ def differing(one: Path, other: Path) -> set[str]:
     return found
 
 
-def check(folder: Path, *more: str, model: str = DIGITS) -> int:
+def check(folder: Path, *more: str, model: str = DIGITS, quiet: bool = True) -> int:
     """Run test mode on a few images; returns the exit code."""
     return run_command(
         [
@@ -70,7 +74,7 @@ def check(folder: Path, *more: str, model: str = DIGITS) -> int:
             model,
             "--output_dir",
             str(folder),
-            "-q",
+            *(["-q"] if quiet else []),
             "--subset_len",
             "64",
             *more,

@@ -395,6 +395,8 @@ def _reader_refusal(class_path: str) -> Reason | None:
     It looks for an argument of `forward`, whose name changes between versions of transformers.
     """
     module_name, _, name = class_path.rpartition(".")
+    if not module_name.startswith("transformers."):
+        return None
     with suppress(ImportError, AttributeError):
         forward = getattr(import_module(module_name), name).forward
         reader = import_module("compressed_tensors.quantization.lifecycle.initialize")
