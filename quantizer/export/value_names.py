@@ -94,13 +94,13 @@ def _chosen_names(option: str, value: str, names: Sequence[str]) -> list[str]:
     chosen = [word.strip() for word in value.split(",")]
     if len(chosen) != len(names):
         raise UsageError(
-            f"--{option} has {counted(len(chosen), 'name')}, and the model has "
+            f"<--{option}> has {counted(len(chosen), 'name')}, and the model has "
             f"{counted(len(names), 'tensor')} there: {', '.join(names)}",
             help="give one name for each, separated by commas",
         )
     if "" in chosen or len(set(chosen)) < len(chosen):
         raise UsageError(
-            f"--{option} is {value!r}: a name is empty or given twice",
+            f"<--{option}> is {value!r}: a name is empty or given twice",
             help="give each tensor another name",
         )
     return chosen

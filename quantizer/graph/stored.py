@@ -72,6 +72,16 @@ class StoredGraph:
             return graph
         return graph.mapped(lambda node: node.on(graph.device))
 
+    def with_zeros(self, constants: Mapping[str, Tensor]) -> Graph:
+        """Return the graph with these constants. All other tensors are zeros without memory of
+        their own: who only looks at its structure needs no model.
+        """
+        tensors: dict[str, Tensor] = {}
+        for path, kind in self.tensors.items():
+            zeros = torch.zeros((), dtype=kind.dtype).expand(kind.shape)
+            tensors[path] = constants.get(path, zeros)
+        return self.graph.replaced(tensors=tensors)
+
 
 def _module_tensor(module: nn.Module, path: str) -> Tensor | None:
     """Return the parameter, buffer or other tensor that a module holds at a path; None if

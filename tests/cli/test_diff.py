@@ -179,6 +179,19 @@ def test_inputs_of_one_form_are_outputs_of_the_other(tmp_path: Path, capsys: Cap
     assert "in the second as input of head" in capsys.readouterr().out
 
 
+def test_a_network_with_tensors_that_are_no_weights(tmp_path: Path) -> None:
+    """Result folders have no values of parameters and buffers."""
+    shifted = READERS.replace("(self.b(x) +", "(self.shift * self.b(x) +").replace(
+        "super().__init__()", "super().__init__(); self.register_buffer('shift', torch.ones(1))"
+    )
+    (tmp_path / "net.py").write_text(shifted)
+    net = str(tmp_path / "net.py")
+    inputs = {"weight": {"dtype": "int8"}, "input_tensors": {"dtype": "int8"}}
+    config = written(tmp_path, "b.json", {"global_quant_config": inputs})
+    folders = [calibrated(net, config, tmp_path / name) for name in ("one", "two")]
+    assert run_command(["diff", *folders]) == 0
+
+
 @pytest.mark.parametrize(("growth", "code"), [(1.001, 0), (1.009, 0), (1.02, 1)])
 def test_a_user_calls_sizes_equal_that_differ_by_a_percent(growth: float, code: int) -> None:
     small = Side("Net", {}, {"weight_bytes": 10_000, "sqnr_db": 30.0}, {})

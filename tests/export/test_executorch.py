@@ -236,7 +236,7 @@ def test_one_command_writes_it(
     gate = ["--gate", "executorch_int8_share==1"]
     assert run_command(["run", "net.py", "--to", "executorch", "-q", *gate]) == 0
     printed = capsys.readouterr().out
-    assert printed.startswith("Wrote quantize_result/export/Sequential.pte: int8 weights")
+    assert "\nWrote quantize_result/export/Sequential.pte: int8 weights" in printed
     assert "2 of 2 multiplications in int8" in printed
     assert "gate executorch_int8_share==1: met" in printed
     report = json.loads(Path("quantize_result/report.json").read_text())

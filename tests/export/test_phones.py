@@ -618,7 +618,7 @@ def test_layers_without_kernels_have_constants_in_float() -> None:
 @pytest.mark.parametrize("text", ["0", "many", "-1"])
 def test_the_largest_batch_is_a_number(text: str, padded: quantizer.Result) -> None:
     given = deployment_of(padded, executorch_batch=text)
-    with pytest.raises(UsageError, match=f"--executorch_batch is '{text}'") as refused:
+    with pytest.raises(UsageError, match=f"executorch_batch is '{text}'") as refused:
         program_of("executorch", given)
     assert "such as 8" in str(refused.value.help)
 

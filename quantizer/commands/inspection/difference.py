@@ -138,7 +138,8 @@ def side_of_folder(place: Path) -> Side:
     graph_file = read_graph(opened)
     at_output: Mapping[Key, Key] = {}
     if graph_file is not None:
-        at_output = tensors_at_outputs(graph_file.stored.graph, tensors)
+        graph = graph_file.stored.with_zeros(graph_file.constants)
+        at_output = tensors_at_outputs(graph, tensors)
     figures = _figures(tested)
     figures[_SIZE] = plan["weight_bytes"]["quantized"]
     return Side(

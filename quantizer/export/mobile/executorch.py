@@ -94,7 +94,7 @@ class ExecutorchExporter(MobileExporter):
             return first
         if not text.isdecimal() or int(text) == 0:
             raise UsageError(
-                f"--{_BATCH} is {text!r}",
+                f"<--{_BATCH}> is {text!r}",
                 help="give the largest number of samples in a batch, such as 8",
             )
         return int(text)
@@ -155,7 +155,7 @@ def _require_small(written: MobileFile, call: Call) -> None:
     raise VerificationError(
         f"{written.name} is not written: it takes at most {written.most_samples} samples, "
         f"and a batch to verify it with has {size}",
-        help=f"--{_BATCH} {size}, or smaller batches",
+        help=f"<--{_BATCH} {size}>, or smaller batches",
     )
 
 
