@@ -417,7 +417,7 @@ def test_one_command_writes_it(
     gate = ["--gate", "litert_int8_share==1"]
     assert run_command(["run", "net.py", "--to", "litert", "-q", *gate]) == 0
     printed = capsys.readouterr().out
-    assert printed.startswith("Wrote quantize_result/export/Sequential.tflite: int8 weights")
+    assert "\nWrote quantize_result/export/Sequential.tflite: int8 weights" in printed
     assert "2 of 2 multiplications in int8" in printed
     assert "gate litert_int8_share==1: met" in printed
 
