@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 from pathlib import Path
 
 import pytest
@@ -117,7 +118,10 @@ def calibration_data():
 
 @pytest.mark.parametrize("target", ["onnx", "pt2"])
 def test_a_network_of_one_width_is_within_the_limit_or_refused(
-    target: str, folder: Path, capsys: pytest.CaptureFixture[str]
+    target: str,
+    folder: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     if target == "onnx":
         pytest.importorskip("onnxruntime", reason="--to onnx needs it (extra: onnx)")
@@ -141,7 +145,15 @@ def test_a_network_of_one_width_is_within_the_limit_or_refused(
     # A config of the user is not changed, and its file is checked
     config = ["--config_file", "out/quantize_config.json", "--max_mb", "1"]
     assert run_command([*run, *config]) == 0
-    assert "gate file_mb<=1: met" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "gate file_mb<=1: met" in shown
+    report = json.loads((folder / "out" / "report.json").read_text("utf-8"))
+    assert report["gates"] == {"file_mb<=1": True}, "the page judges as the terminal does"
+    # Test mode has no limit of size, and so the gate
+    (test,) = re.findall(r"`(quantizer --quant_mode test [^`]*)`", shown)
+    assert test.endswith("--gate 'file_mb<=1'")
+    monkeypatch.chdir(folder)
+    assert run_command(shlex.split(test)[1:]) == 0
 
 
 def test_a_gguf_has_the_widest_blocks_within_the_limit(

@@ -113,6 +113,7 @@ def _run(options: RunOptions, gates: Sequence[Gate]) -> FinishedRun:
     with in_words_of_run(target, name):
         require_sized(options.max_mb, name, target, has_config=has_file, has_data=has_data)
         gates = [*gates, *size_gates(options.max_mb, name, target)]
+        options = replace(options, gate=tuple(gate.text for gate in gates))
         require_extras([target])
         choices = choices_for(name, options.target_choices)
         target_options = {**options.target_options, **destination.choices}
