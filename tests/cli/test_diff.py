@@ -192,6 +192,22 @@ def test_a_network_with_tensors_that_are_no_weights(tmp_path: Path) -> None:
     assert run_command(["diff", *folders]) == 0
 
 
+def test_results_that_other_samples_judged_are_told(tmp_path: Path, capsys: Capture) -> None:
+    (tmp_path / "net.py").write_text(READERS)
+    given = ["--model", str(tmp_path / "net.py"), "--output_dir"]
+    config = written(tmp_path, "a.json", document())
+    folders = [str(tmp_path / name) for name in ("one", "two")]
+    for folder, held_back in zip(folders, ([], ["--skip_len", "16"]), strict=True):
+        calib = ["calib", *given, folder, "--config_file", config, "--subset_len", "16"]
+        assert run_command(calib) == 0
+        assert run_command(["test", *given, folder, *held_back]) == 0
+    capsys.readouterr()
+    assert run_command(["diff", *folders]) == 0
+    assert "note: they were judged by other samples, " in capsys.readouterr().err
+    assert run_command(["diff", folders[0], folders[0]]) == 0
+    assert "judged by" not in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(("growth", "code"), [(1.001, 0), (1.009, 0), (1.02, 1)])
 def test_a_user_calls_sizes_equal_that_differ_by_a_percent(growth: float, code: int) -> None:
     small = Side("Net", {}, {"weight_bytes": 10_000, "sqnr_db": 30.0}, {})

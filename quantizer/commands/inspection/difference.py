@@ -64,6 +64,7 @@ class Side:
         metrics: the names of the figures that `evaluate` returns.
         directions: the declared directions of metrics.
         is_tested: whether test mode has measured it. Plans count as tested.
+        judged_on: the samples that test mode has measured it on, as reports say it.
         at_output: for the input of a layer, the tensor where its value is made.
     """
 
@@ -74,6 +75,7 @@ class Side:
     metrics: frozenset[str] = frozenset()
     directions: Directions = BY_NAME
     is_tested: bool = True
+    judged_on: str = ""
     at_output: Mapping[Key, Key] = field(default_factory=dict)
 
     def without_test(self) -> Side:
@@ -150,6 +152,7 @@ def side_of_folder(place: Path) -> Side:
         metrics=frozenset(tested.get("pairs", {})),
         directions=Directions.from_json(tested.get("lower_is_better", {})),
         is_tested=bool(tested.get("outputs")),
+        judged_on=(tested.get("judged_on") or {}).get("text", ""),
         at_output=at_output,
     )
 
@@ -311,6 +314,11 @@ def of_folders(
         say_note(f"note: {fault}, so no SQNR and no metric is compared")
         before = before.without_test()
         after = after.without_test()
+    elif before.judged_on != after.judged_on:
+        say_note(
+            f"note: they were judged by other samples, {first} {before.judged_on}, and "
+            f"{second} {after.judged_on}"
+        )
     return _show(before, after, options, (html, first, second))
 
 
