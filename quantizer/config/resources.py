@@ -5,7 +5,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from quantizer.config.wording import closest_word
 from quantizer.errors import QuantizerError
+from quantizer.plugins import if_command
 from quantizer.tables import HAS_FOREIGN_ROWS
 
 _PACKAGE = Path(__file__).parents[1]
@@ -37,6 +39,23 @@ def presets() -> tuple[str, ...]:
     """Return the names of the shipped configs."""
     folder = resource("configs", "default.json").parent
     return tuple(sorted(path.stem for path in folder.glob("*.json")))
+
+
+def help_for_missing(path: Path) -> str:
+    """Return what to do about a config file that is not there: a neighbour that may be meant,
+    or how to write a preset.
+    """
+    if path.stem in presets():
+        words = f"`quantizer init --preset {path.stem} -o {path.stem}.json` writes this preset"
+        return if_command("init", words)
+    try:
+        neighbours = [entry.name for entry in path.parent.iterdir() if entry.suffix == ".json"]
+    except (OSError, ValueError):
+        neighbours = []
+    name = closest_word(path.name, neighbours)
+    if name:
+        return f'did you mean "{path.parent / name}"?'
+    return if_command("init", "`quantizer init` writes a config to start from")
 
 
 @cache

@@ -21,6 +21,7 @@ from quantizer.config.diagnostics import (
 )
 from quantizer.config.document.document import Document, Text, TextSpan, pointer_to
 from quantizer.config.json_types import JsonObject, JsonPath
+from quantizer.config.resources import help_for_missing
 from quantizer.plugins import if_command
 from quantizer.storage.system_calls import read_start
 
@@ -109,9 +110,6 @@ def _read_bytes(path: str | os.PathLike[str]) -> bytes:
     try:
         data = read_start(path, MAX_CONFIG_BYTES + 1)
     except FileNotFoundError:
-        # Only a missing file needs it
-        from quantizer.config.document.missing_file import help_for_missing
-
         help_ = help_for_missing(Path(path))
         raise _unreadable(name, "there is no such file", help_) from None
     except IsADirectoryError:
