@@ -42,9 +42,7 @@ def presets() -> tuple[str, ...]:
 
 
 def help_for_missing(path: Path) -> str:
-    """Return what to do about a config file that is not there: a neighbour that may be meant,
-    or how to write a preset.
-    """
+    """Return the remedy for a missing config file: a similar name next to it, or a preset."""
     if path.stem in presets():
         words = f"`quantizer init --preset {path.stem} -o {path.stem}.json` writes this preset"
         return if_command("init", words)
