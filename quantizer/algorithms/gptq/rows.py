@@ -271,9 +271,14 @@ class ColumnValues:
 
 def block_rounder(W: Tensor, columns: ColumnScales) -> BlockRounder:
     """Return what rounds the blocks of a weight [depth, rows]."""
-    if W.is_cuda and len(W) >= _WORTH_A_GRAPH:
+    if is_worth_a_graph(W):
         return ReplayedRounder(columns)
     return BlockRounder(columns)
+
+
+def is_worth_a_graph(W: Tensor) -> bool:
+    """Check whether the operations on a weight's columns, [depth, rows], are recorded."""
+    return W.is_cuda and len(W) >= _WORTH_A_GRAPH
 
 
 class BlockRounder:
@@ -342,8 +347,7 @@ class ReplayedRounder(BlockRounder):
 
     def __init__(self, columns: ColumnScales) -> None:
         super().__init__(columns)
-        self._replay: Callable[[], None] | None = None
-        self._is_warm = False
+        self._replay = Replay()
         rows = columns.scale.shape[1]
         shape = (INNER_COLUMNS, rows)
         self._M_rows = columns.scale.new_empty(INNER_COLUMNS, INNER_COLUMNS)
@@ -368,21 +372,10 @@ class ReplayedRounder(BlockRounder):
         fixed = self._values.part(inner)
         fixed.current.copy_(values.current)
         fixed.W.copy_(values.W)
-        self._run()
+        self._replay(self._round_fixed)
         values.current.copy_(fixed.current)
         values.Q.copy_(fixed.Q)
         values.E.copy_(fixed.E)
-
-    def _run(self) -> None:
-        if self._replay is not None:
-            self._replay()
-        elif self._is_warm:
-            self._replay = record_graph(self._round_fixed)
-            self._replay()
-        else:
-            # Libraries allocate at their first call, which must not be recorded
-            self._round_fixed()
-            self._is_warm = True
 
     def _round_fixed(self) -> None:
         scales = self._scale.unbind()
@@ -391,6 +384,25 @@ class ReplayedRounder(BlockRounder):
             rounder = self._columns.kernel.rounder(zero_point)
             rounders.append(rounder)
         _round_one_by_one(self._values, self._M_rows, scales, rounders)
+
+
+class Replay:
+    """Runs operations that read and write the same memory each time: once as they are, and then
+    as one recorded graph.
+    """
+
+    def __init__(self) -> None:
+        self._calls = 0
+        self._recorded: Callable[[], None] | None = None
+
+    def __call__(self, operations: Callable[[], None]) -> None:
+        """Run the operations, which are the same ones in each call."""
+        self._calls += 1
+        # Libraries allocate at their first call, which must not be recorded
+        if self._calls == 2:
+            self._recorded = record_graph(operations)
+        run = self._recorded or operations
+        run()
 
 
 def record_graph(operations: Callable[[], None]) -> Callable[[], None]:

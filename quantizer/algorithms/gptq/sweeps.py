@@ -16,9 +16,10 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from quantizer.algorithms.gptq.rows import ColumnScales
+from quantizer.algorithms.gptq.rows import ColumnScales, Replay, is_worth_a_graph
 from quantizer.algorithms.gptq.target import Member
 from quantizer.layerwise.clip_search import has_row_scales
+from quantizer.numerics.blocks import Kernel
 from quantizer.numerics.qparams import QParams
 
 _COLUMNS_AT_ONCE = 64
@@ -52,6 +53,8 @@ class Refinement:
 
     def __post_init__(self) -> None:
         self._E = self.W - self.Q
+        self._block = _ColumnBlock(self.W, self.columns.kernel)
+        self._replay = Replay()
 
     def sweep(self, *, scales_too: bool) -> None:
         """Go through all scales, if `scales_too`, and then through all codes."""
@@ -120,25 +123,65 @@ class Refinement:
 
     # In operations this small, finding out that there is no gradient takes long
     @torch.inference_mode()
-    def _recode(self, block: slice) -> None:
+    def _recode(self, columns: slice) -> None:
         """Give each of some columns the codes with the least error, one after the other."""
-        residual = self._residual(block)
-        H = self.gram[block, block].clone()
-        diagonal = H.diagonal()
-        diagonal += self.damping[block]
+        block = self._block
+        count = len(self.Q[columns])
+        inner = slice(0, count)
+        numbers = self.columns.index[columns]
+        block.Q[inner] = self.Q[columns]
+        block.E[inner] = self._E[columns]
+        block.residual[inner] = self._residual(columns)
+        block.scale[inner] = self.columns.scale[numbers]
+        block.zero_point[inner] = self.columns.zero_point[numbers]
+        H = block.H[inner, inner]
+        H.copy_(self.gram[columns, columns])
+        H.diagonal().add_(self.damping[columns])
+        if is_worth_a_graph(self.W):
+            # Columns beyond the last one change nothing that is read
+            self._replay(block.recode)
+        else:
+            block.recode(count)
+        self.Q[columns] = block.Q[inner]
+        self._E[columns] = block.E[inner]
+
+
+class _ColumnBlock:
+    """Holds some columns at fixed places, where recorded operations find them.
+
+    Args:
+        W: the weight that they are of, [depth, rows].
+        kernel: as in `ColumnScales`.
+
+    Attributes:
+        Q, E: the columns' rounded values and errors, [columns, rows].
+        residual: half of the error's slope, [columns, rows].
+        scale, zero_point: [columns, rows].
+        H: the damped gram of the columns, [columns, columns].
+    """
+
+    def __init__(self, W: Tensor, kernel: Kernel) -> None:  # noqa: N803 - the paper's letter
+        depth, rows = W.shape
+        count = min(_COLUMNS_AT_ONCE, depth)
+        self.Q, self.E, self.residual, self.zero_point = W.new_zeros(4, count, rows)
+        self.scale = W.new_ones(count, rows)
+        self.H = W.new_zeros(count, count)
+        self._kernel = kernel
+
+    def recode(self, count: int | None = None) -> None:
+        """Change Q and E of the first `count` columns, or of all."""
         steps = zip(
-            self.Q[block].unbind(),
-            self._E[block].unbind(),
-            residual.unbind(),
-            H.unbind(),
-            diagonal.tolist(),
-            self.columns.index[block].tolist(),
+            self.Q[:count],
+            self.E[:count],
+            self.residual[:count],
+            self.scale[:count],
+            self.zero_point[:count],
+            self.H[:count],
+            self.H.diagonal()[:count],
             strict=True,
         )
-        for q, e, r, H_row, curvature, number in steps:
-            scale = self.columns.scale[number]
-            zero_point = self.columns.zero_point[number]
-            round_ = self.columns.kernel.rounder(zero_point)
+        for q, e, r, scale, zero_point, H_row, curvature in steps:
+            round_ = self._kernel.rounder(zero_point)
             best = q + r / curvature
             best /= scale
             new_q = round_(best)
@@ -150,4 +193,4 @@ class Refinement:
             change = torch.where(gain > 0, change, 0.0)
             q += change
             e -= change
-            residual.addr_(H_row, change, alpha=-1)
+            self.residual.addr_(H_row, change, alpha=-1)
