@@ -39,9 +39,9 @@ def offered(*kinds: str) -> str:
     Args:
         kinds: values of `ExportTarget.offered_for`, the best first.
     """
-    names = [
-        name for kind in kinds for name, row in EXPORTERS.items() if row.offered_for == kind
-    ]
+    names: list[str] = []
+    for kind in kinds:
+        names += [name for name, row in EXPORTERS.items() if row.offered_for == kind]
     if not names:
         return "another kind of file"
     return marked(Option("deploy", tuple(names)))

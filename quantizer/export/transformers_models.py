@@ -293,11 +293,11 @@ def require_all_keys(
     Raises:
         VerificationError: a tensor is missing, or nothing reads it.
     """
-    faults = [
-        f"{key} {kind.partition('_')[0]}"
-        for kind in _KEY_KINDS
-        for key in sorted({*map(str, report.get(kind, ()))}.difference(unused))
-    ]
+    faults = []
+    for kind in _KEY_KINDS:
+        what, _, _ = kind.partition("_")
+        keys = set(map(str, report.get(kind, ()))).difference(unused)
+        faults += [f"{key} {what}" for key in sorted(keys)]
     if faults:
         raise VerificationError(
             f"{name} is not written: {reader} finds {', '.join(faults[:3])}", help=READER_HELP

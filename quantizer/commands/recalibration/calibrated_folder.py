@@ -221,11 +221,11 @@ class CalibratedFolder:
 
 
 def _specs(entries: _Entries) -> dict[Key, QuantizationSpec]:
-    return {
-        (layer, role): QuantizationSpec(**entry["spec"])
-        for layer, roles in entries.items()
-        for role, entry in roles.items()
-    }
+    specs = {}
+    for layer, roles in entries.items():
+        for role, entry in roles.items():
+            specs[layer, role] = QuantizationSpec(**entry["spec"])
+    return specs
 
 
 def _observed_tensors(row: JsonMapping) -> JsonObject:

@@ -343,12 +343,13 @@ def _specs(graph: Graph, quantized: Mapping[str, InPlace]) -> dict[Key, Quantiza
             role = parameter_role(parameter)
             keys[node.scope, role_in_module(node, role)] = (node.name, role)
             names[node.scope] = node.name
-    return {
-        keys.get((path, role), (names[path], role)): quantizer.spec
-        for path, module in quantized.items()
-        for role, quantizer in module.quantizers.items()
-        if isinstance(quantizer, TensorQuantizer)
-    }
+    specs: dict[Key, QuantizationSpec] = {}
+    for path, module in quantized.items():
+        for role, quantizer in module.quantizers.items():
+            if isinstance(quantizer, TensorQuantizer):
+                key = keys.get((path, role), (names[path], role))
+                specs[key] = quantizer.spec
+    return specs
 
 
 def _insertion_refusals(quantized: Mapping[str, InPlace]) -> Iterator[Refusal]:

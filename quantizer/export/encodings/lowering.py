@@ -323,11 +323,10 @@ def _rename_initializers(graph: ir.Graph, lowering: Lowering) -> None:
     """Call initializers after the parameters of the user's model."""
     network = lowering.network
     # A weight that several layers share has a copy for each of them.
-    paths = {
-        f"{_PREFIX}{module}.{parameter}": path.partition("@")[0]
-        for layer, module in network.module_names.items()
-        for parameter, path in network.graph.by_name[layer].params.items()
-    }
+    paths = {}
+    for layer, module in network.module_names.items():
+        for parameter, path in network.graph.by_name[layer].params.items():
+            paths[f"{_PREFIX}{module}.{parameter}"] = path.partition("@")[0]
     for name in list(graph.initializers):
         stem = name.removesuffix(_TRANSPOSED)
         path = paths.get(stem, "")

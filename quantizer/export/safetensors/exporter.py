@@ -179,9 +179,9 @@ def _sum(bias: DeferredTensor | None, correction: DeferredTensor) -> Tensor:
 
 def _parameters(network: Network) -> dict[str, Tensor]:
     """Return the parameters and buffers of each layer, except those of its quantizers."""
-    return {
-        f"{layer}.{key}": tensor.detach()
-        for layer, module in network.layers.items()
-        for key, tensor in module.state_dict().items()
-        if not key.startswith("quantizers.")
-    }
+    parameters = {}
+    for layer, module in network.layers.items():
+        for key, tensor in module.state_dict().items():
+            if not key.startswith("quantizers."):
+                parameters[f"{layer}.{key}"] = tensor.detach()
+    return parameters
