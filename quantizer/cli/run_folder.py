@@ -30,6 +30,7 @@ from quantizer.calibration.request import CalibrationRequest, CalibrationState
 from quantizer.cli.arguments.options import RUN, TARGET_OPTIONS, Options, each_option, word_of
 from quantizer.cli.arguments.places import from_start
 from quantizer.cli.terminal.screen import screen
+from quantizer.config.wording import first_names
 from quantizer.distributed import Ranks
 from quantizer.errors import QuantizerError, ResultError, UsageError
 from quantizer.export.targets import EXPORTERS, FOLDER
@@ -53,7 +54,7 @@ from quantizer.results.result_set import (
 )
 from quantizer.results.write import write_results
 from quantizer.storage import process_memory
-from quantizer.storage.files import read_json, write_json, write_text
+from quantizer.storage.files import read_json, sha256, write_json, write_text
 
 _IMPORTS = process_memory.peak_bytes()
 """The memory that torch and the modules of a run take, in bytes."""
@@ -269,8 +270,9 @@ def write_calibration(
     *,
     command: tuple[str, Sequence[str]],
     origins: Mapping[str, bytes] | None = None,
+    has_next_step: bool = False,
 ) -> None:
-    """Write the results of a calibration and its report.
+    """Write the results of a calibration and its report. Warn of exports of the one before.
 
     Args:
         folder: of the results.
@@ -278,10 +280,13 @@ def write_calibration(
         original: the traced model.
         command: its name and its words, which the report shows.
         origins: as for `write_results`.
+        has_next_step: whether the same command writes the exports anew.
 
     Raises:
         ResultError: the folder cannot be written.
     """
+    info = folder / INFO_FILE
+    identity_before = sha256(info) if info.is_file() else None
     write_results(
         folder,
         original,
@@ -293,6 +298,22 @@ def write_calibration(
     )
     opened = open_written(folder)
     write_report(opened, commands=remember(opened, *command))
+    if identity_before not in (None, opened.identity) and not has_next_step:
+        _warn_of_exports(folder / FOLDER)
+
+
+def _warn_of_exports(folder: Path) -> None:
+    """Warn of the files in a folder of exports, which are of an earlier calibration."""
+    if not folder.is_dir():
+        return
+    names = [path.name for path in sorted(folder.iterdir()) if path.suffix != ".json"]
+    exports = [name for name in names if not name.startswith(".")]
+    if exports:
+        _logger.warning(
+            "the calibration before has made %s in %s; test mode with --to writes it anew",
+            first_names(exports),
+            folder,
+        )
 
 
 def remember(

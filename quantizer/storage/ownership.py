@@ -21,7 +21,9 @@ from quantizer.storage.folder_list import (
     is_name,
     parse_list,
 )
+from quantizer.storage.opened_files import OpenFile
 from quantizer.storage.owned_folder import OwnedFolder, refuse_links
+from quantizer.storage.permission import is_input
 from quantizer.storage.system_calls import open_flags, sync_folder
 
 _OWNER_BYTES = 100
@@ -34,6 +36,8 @@ _EARLIER_INDEXES = (
 """The indexes of the folders that versions before 0.20, without lists, have written, each with
 a file that it lists.
 """
+CHECKED_IN = "export/deploy.json"
+"""A file of a run that users keep in their repository. A clone has it, and no list."""
 _held: dict[Path, OwnedFolder] = {}
 """The folders whose locks this process holds."""
 
@@ -74,7 +78,7 @@ def is_owned(folder: Path) -> bool:
 
 
 def require_ownable(folder: Path) -> None:
-    """Check that a folder is absent, empty, or quantizer's.
+    """Check that a folder is absent, quantizer's, or has nothing but what a clone may have.
 
     Raises:
         UsageError: it is a file, or holds other files.
@@ -122,14 +126,30 @@ def _list_of(folder: Path) -> FolderList:
     files = _earlier_files(folder)
     if files:
         return FolderList(files={name: (digest,) for name, digest in files.items()})
-    others = [path.name for path in folder.iterdir() if path.name != LIST_FILE]
+    others = [path.name for path in folder.iterdir() if not _may_be_cloned(path)]
     if others:
         raise UsageError(
             f"{folder} holds {min(others)} and is not a folder of quantizer's, so nothing is "
             "written there",
             help="give an empty folder, or one that does not exist",
         )
-    return FolderList()
+    checked_in = folder / CHECKED_IN
+    if not checked_in.is_file():
+        return FolderList()
+    return FolderList(files={CHECKED_IN: (OpenFile.open(checked_in).digest(),)})
+
+
+def _may_be_cloned(path: Path) -> bool:
+    """Return whether a clone of the user's repository may have this in a folder of results: the
+    run's config, `CHECKED_IN`, git's own files.
+    """
+    if path.is_symlink():
+        return False
+    if path.is_dir():
+        inside = {entry.relative_to(path.parent).as_posix() for entry in path.iterdir()}
+        return inside == {CHECKED_IN} and (path.parent / CHECKED_IN).is_file()
+    is_config = path.suffix == ".json" and is_input(path)
+    return is_config or path.name == LIST_FILE or path.name.startswith(".git")
 
 
 def _content(place: Path) -> bytes:

@@ -79,15 +79,21 @@ def require_no_input(path: Path) -> None:
     Raises:
         UsageError: it is one, under this name or another one.
     """
+    if is_input(path):
+        text = f"{path} is an input of this run, so it is not written"
+        raise UsageError(text, help="give another path")
+
+
+def is_input(path: Path) -> bool:
+    """Return whether a path is an input of the run, under this name or another one."""
     resolved = Path(os.path.realpath(path))
     for source in _current.get().inputs:
-        is_same = resolved == source
-        if not is_same and path.exists() and source.exists():
-            # A hard link has another name
-            is_same = os.path.samefile(path, source)
-        if is_same:
-            text = f"{path} is an input of this run, so it is not written"
-            raise UsageError(text, help="give another path")
+        if resolved == source:
+            return True
+        # A hard link has another name
+        if path.exists() and source.exists() and os.path.samefile(path, source):
+            return True
+    return False
 
 
 def require_replaceable(path: Path) -> None:

@@ -348,3 +348,29 @@ def test_an_option_is_shown_unless_it_is_known_to_change_nothing(mode: str) -> N
         word = "to" if name == "deploy" else word_of(name)
         shown = f"--{word}" in words_of(given)
         assert shown == (option.name not in WITHOUT_EFFECT | ONLY_CHECKED[mode]), option.name
+
+
+@pytest.mark.parametrize("profile", ["fast", "mixed"])
+def test_a_clone_without_the_results_repeats_a_run(
+    place: Path, tmp_path: Path, profile: str
+) -> None:
+    # What `Next:` says to check in
+    checked_in = ["mine/quantize_config.json"]
+    if profile == "mixed":
+        checked_in.append("mine/export/deploy.json")
+    run = ["run", "net.py", "--to", "onnx", "-o", "mine", "--onnx_profile", profile]
+    assert run_command([*run, "-q"]) == 0
+    commands = json.loads((place / "mine" / "report.json").read_text())["commands"]
+    clone = filled(tmp_path / "clone")
+    (clone / "mine").mkdir()
+    (clone / "mine" / ".gitignore").write_text("*\n!quantize_config.json\n")
+    for name in checked_in:
+        (clone / name).parent.mkdir(exist_ok=True)
+        shutil.copy(place / name, clone / name)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.chdir(clone)
+        for command in commands:
+            words = [*shlex.split(command)[1:], "--output_dir", "mine", "-q"]
+            assert run_command(words) == 0, words
+    for path in (place / "mine" / "export").glob("[!v]*"):
+        assert (clone / "mine" / "export" / path.name).read_bytes() == path.read_bytes()

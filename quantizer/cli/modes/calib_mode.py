@@ -96,7 +96,9 @@ def run_calib(
             state = calibrated(request, must_resume=options.resume)
         if checkpoints:
             command = ("calib", words_of(options))
-            write_calibration(folder, request, state, original, command=command)
+            write_calibration(
+                folder, request, state, original, command=command, has_next_step=has_next_step
+            )
             if not has_next_step:
                 checkpoints.remove()
     view = table_view(options, state.plan.graph)

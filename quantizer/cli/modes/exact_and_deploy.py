@@ -24,6 +24,7 @@ from quantizer.report.view import Listing, TableView
 from quantizer.results.folder import QuantInfo
 from quantizer.sources.data import Batches
 from quantizer.storage.files import write_json
+from quantizer.storage.process_memory import size_text
 
 if TYPE_CHECKING:
     from quantizer.evaluation.exact import ExactComparison
@@ -185,7 +186,7 @@ def _lines_of_file(
     path: Path, size_in_bytes: int, verified: Verification, view: TableView
 ) -> list[str]:
     """Return the lines that are shown for a deployed file."""
-    size = f"{size_in_bytes / 1024:.0f} kB"
+    size = size_text(size_in_bytes)
     lines = [f"deployed: {path}, {size}; against test mode, {verified.figures()}"]
     lines += map(view.text, verified.remarks)
     lines += map(view.text, verified.summary_lines)

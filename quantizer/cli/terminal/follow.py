@@ -72,21 +72,20 @@ def _shows_bars() -> bool:
 
 def run_display(sources: Mapping[str, str], *, quiet: bool) -> ForkedEvents:
     """Return the display of progress and messages; `sources` are the texts of config files."""
-    return ForkedEvents(progress(quiet=quiet), Messages(sources, quiet=quiet))
+    return ForkedEvents(progress(quiet=quiet), Messages(sources))
 
 
 class Messages(Events):
     """Prints findings with their lines of the config, and logs other messages."""
 
-    def __init__(self, sources: Mapping[str, str], *, quiet: bool) -> None:
+    def __init__(self, sources: Mapping[str, str]) -> None:
         self._sources = sources
-        self._quiet = quiet
 
     def message(self, level: int, text: str, finding: Diagnostic | None = None) -> None:
         """Print or log a message."""
         if finding is None:
             _logger.log(level, "%s", text)
-        elif not self._quiet:
+        else:
             # A run without findings does not need it
             from quantizer.cli.terminal.render import print_diagnostics
 

@@ -23,11 +23,11 @@ _COLORS = {"error": "red", "warning": "yellow", "note": "blue"}
 
 
 def print_diagnostics(diagnostics: Diagnostics, sources: Sources) -> None:
-    """Print findings as text on standard error, only errors with `--quiet`; nothing if there
-    are none.
+    """Print findings as text on standard error, no notes with `--quiet`; nothing if there are
+    none.
     """
     if screen().quiet:
-        diagnostics = [finding for finding in diagnostics if finding.severity == "error"]
+        diagnostics = [finding for finding in diagnostics if finding.severity != "note"]
     if diagnostics:
         click.echo(as_typed(render_text(diagnostics, sources)), err=True)
 

@@ -309,11 +309,15 @@ class Parser:
         self._skip_space()
         while self._next() != close:
             if not self._next():
-                self._fail(
-                    f'this bracket is never closed: a "{close}" is missing',
-                    "is the file cut off?",
-                    span=(start, start + 1),
-                )
+                unclosed = self.source.unclosed_bracket()
+                remedy = "is the file cut off?"
+                if unclosed is not None:
+                    start, key = unclosed
+                    close = "}" if self.text[start] == "{" else "]"
+                    line = self.source.place((key, key)).line
+                    remedy = f"as lines are indented, it is missing before line {line}"
+                message = f'this bracket is never closed: a "{close}" is missing'
+                self._fail(message, remedy, span=(start, start + 1))
             yield
             value_end = self._index
             self._skip_space()

@@ -300,7 +300,9 @@ class OnnxExporter(Exporter[_Written]):
             else:
                 asides = (line, *asides)
             remarks = (line, *remarks)
-            verification = replace(_with_reasons(verification, choice), choice_file=DEPLOY_FILE)
+            # The user has the file that --deploy_file names
+            choice_file = "" if self.choice("deploy_file") else DEPLOY_FILE
+            verification = replace(_with_reasons(verification, choice), choice_file=choice_file)
         return replace(
             verification,
             remarks=remarks,
