@@ -29,6 +29,7 @@ from torch import nn
 import quantizer
 from pytorch_nndct.recording import Recording, batch_of
 from quantizer.cli.main import run_command
+from quantizer.config.load import load_config
 from quantizer.errors import QuantizerError
 
 MODES = {"calib": "calib", "test": "test", 1: "calib", 2: "test"}
@@ -130,6 +131,9 @@ class torch_quantizer:  # noqa: N801 - the name in vai_q_pytorch
             stop(NO_TRAINING)
         if custom_quant_ops:
             stop(NO_OPERATORS)
+        if quant_config_file is not None:
+            # What is wrong with it is said before the script runs the model
+            load_config(quant_config_file).require()
         if state_dict_file is not None:
             module.load_state_dict(torch.load(state_dict_file, weights_only=True))
         self._model = module.to(device)

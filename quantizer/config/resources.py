@@ -47,7 +47,7 @@ def help_for_missing(path: Path) -> str:
         words = f"`quantizer init --preset {path.stem} -o {path.stem}.json` writes this preset"
         return if_command("init", words)
     try:
-        neighbours = [entry.name for entry in path.parent.iterdir() if entry.suffix == ".json"]
+        neighbours = [entry.name for entry in path.parent.glob("*.json") if entry.is_file()]
     except (OSError, ValueError):
         neighbours = []
     name = closest_word(path.name, neighbours)

@@ -116,6 +116,17 @@ def test_a_script_reads_its_config_file(script: str, monkeypatch: pytest.MonkeyP
     assert resolved["target_device"] == "CPU"
 
 
+def test_a_wrong_config_file_ends_a_script_before_the_model_runs(
+    script: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wrong = tmp_path / "wrong.json"
+    wrong.write_text('{"target_device": "XPU"}')
+    monkeypatch.setattr("torch.nn.Module.__call__", None)
+    with pytest.raises(SystemExit) as ended:
+        run(script, monkeypatch, "--quant_mode", "calib", "--config_file", str(wrong))
+    assert 'wrong.json:1:19: "XPU" is not a target device' in str(ended.value)
+
+
 def test_inspector_writes_what_the_dpu_runs(
     script: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

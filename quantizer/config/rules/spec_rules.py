@@ -133,13 +133,15 @@ def effective(spec: QuantizationSpec) -> QuantizationSpec:
     """Return the spec with defaults for the fields that nothing reads: equal results give equal
     codes.
 
-    >>> effective(QuantizationSpec(percentage=99)) == QuantizationSpec()
+    >>> effective(QuantizationSpec(percentage=99, ch_axis=0)) == QuantizationSpec()
     True
     """
     if not spec.is_scaled:
         return QuantizationSpec(spec.dtype)
     if not spec.has_signed_codes:
         spec = replace(spec, signed=False, narrow_range=False)
+    if spec.qscheme == "per_tensor":
+        spec = replace(spec, ch_axis=None, group_size=None)
     if spec.method != "percentile":
         spec = replace(spec, percentage=QuantizationSpec.percentage)
     if not spec.has_symmetric_scale:
