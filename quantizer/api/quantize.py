@@ -22,8 +22,14 @@ from quantizer.api.config import AnyConfig, path_of, read_config
 from quantizer.api.display import called_from_python, follower, in_python
 from quantizer.api.result import Quantized, Result, require_real, result_for_file, verified_file
 from quantizer.calibration.events import Events
-from quantizer.calibration.held_back import MIN_SAMPLES, may_need_data, samples_to_calibrate
+from quantizer.calibration.held_back import (
+    MIN_SAMPLES,
+    MOST_WINDOWS,
+    may_need_data,
+    samples_to_calibrate,
+)
 from quantizer.calibration.request import CalibrationRequest, CalibrationState
+from quantizer.comparison.perplexity import next_tokens
 from quantizer.config.load import load_preset
 from quantizer.config.run_config import RUN_CONFIG, MadeFor, restored_if_refused
 from quantizer.config.wording import counted
@@ -365,6 +371,13 @@ def _divided(
     if batches.way:
         return batches, settings
     sizes = [batch.size for batch in batches]
+    has_name = isinstance(data, str)
+    if has_name and sum(sizes) > MOST_WINDOWS and next_tokens(batches.first()) is not None:
+        text = "of the %d windows of %s, the first %d are used: give batches to take others"
+        logger.info(text, sum(sizes), data, MOST_WINDOWS)
+        settings = replace(settings, subset_len=MOST_WINDOWS)
+        batches = open_batches(model, data, settings)
+        sizes = [batch.size for batch in batches]
     samples = sum(sizes)
     first = samples_to_calibrate(sizes, graph)
     if first is None or samples < MIN_SAMPLES:
@@ -373,6 +386,8 @@ def _divided(
     logger.info("the last %s of %d judge, and do not calibrate", held_back, samples)
     evaluation = open_batches(model, data, settings)
     evaluation.skip_len = first
+    if settings.subset_len is not None:
+        evaluation.subset_len = samples - first
     calibration = open_batches(model, data, replace(settings, subset_len=first))
     return calibration, replace(settings, evaluation=evaluation)
 

@@ -8,6 +8,10 @@ from quantizer.graph.ir import Graph
 
 MIN_SAMPLES = 16
 """With fewer samples all of them calibrate, and the figures are those of the same samples."""
+MOST_WINDOWS = 128
+"""Windows of a text that a run uses by default. More take longer and change little. Frantar et
+al. 2022, "GPTQ" (arXiv 2210.17323), section 4 calibrates with 128 windows.
+"""
 _SHARE_HELD_BACK = 4
 """One of so many batches judges, or of so many samples if there is one batch."""
 

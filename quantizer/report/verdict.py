@@ -191,9 +191,12 @@ def verdict(facts: VerdictFacts) -> list[str]:
     if facts.path is not None:
         text = (
             f"Wrote {facts.path}: {facts.formats}; {size_text(facts.size)}. Weights take "
-            f"{size_text(facts.float_size)} in float, {size_text(facts.quantized_size)} "
-            "quantized."
+            f"{size_text(facts.float_size)} in float"
         )
+        # Some files store scales in fewer bits
+        if facts.quantized_size < facts.size:
+            text += f", {size_text(facts.quantized_size)} quantized"
+        text += "."
     lines.append(text)
     if facts.notes:
         lines.append(f"Note: {'; '.join(facts.notes)}.")

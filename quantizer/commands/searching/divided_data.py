@@ -4,10 +4,17 @@ from collections import deque
 from dataclasses import dataclass, replace
 from typing import Any
 
-from quantizer.calibration.held_back import MIN_SAMPLES, may_need_data, samples_to_calibrate
+from quantizer.calibration.held_back import (
+    MIN_SAMPLES,
+    MOST_WINDOWS,
+    may_need_data,
+    samples_to_calibrate,
+)
 from quantizer.cli import session
 from quantizer.cli.arguments.options import Options
 from quantizer.cli.modes.test_mode import reads_calibration_data
+from quantizer.cli.terminal.render import say_note
+from quantizer.comparison.perplexity import next_tokens
 from quantizer.config.load import load_preset
 from quantizer.config.wording import counted
 from quantizer.errors import UsageError
@@ -100,7 +107,20 @@ def data_of_run(options: Options, opened: session.OpenedRun, preset: str | None)
     whole = DividedData(opened.batches, opened.batches, options, options)
     if session.evaluates_on_synthetic(options, loaded):
         return whole
-    if _has_evaluation_data(options, loaded):
+    is_apart = _has_evaluation_data(options, loaded)
+    windows = _windows(options, opened)
+    if windows > MOST_WINDOWS:
+        say_note(
+            f"note: of the {windows} windows of {options.data}, the first {MOST_WINDOWS} are "
+            "used: --subset_len N takes more or fewer"
+        )
+        fewer = replace(options, subset_len=MOST_WINDOWS)
+        opened = opened.with_batches(session.open_data(fewer, loaded))
+        whole = DividedData(opened.batches, opened.batches, fewer, options)
+        if not is_apart:
+            options = fewer
+            whole = replace(whole, test_options=fewer)
+    if is_apart:
         evaluation = session.open_data(options, loaded, evaluation=True)
         return replace(whole, evaluation=evaluation)
     if preset is None:
@@ -115,6 +135,16 @@ def data_of_run(options: Options, opened: session.OpenedRun, preset: str | None)
     if first is None or sum(sizes) < MIN_SAMPLES:
         return whole
     return _divided(options, loaded, first, sum(sizes))
+
+
+def _windows(options: Options, opened: session.OpenedRun) -> int:
+    """Return how many windows a text of `--data` has; 0 for other data, and if `--subset_len`
+    says how many to use.
+    """
+    is_chosen = options.data is None or options.subset_len is not None
+    if is_chosen or opened.batches.stands_in or next_tokens(opened.batches.first()) is None:
+        return 0
+    return sum(_batch_sizes(options, opened))
 
 
 def _batch_sizes(options: Options, opened: session.OpenedRun) -> list[int]:

@@ -46,8 +46,8 @@ from quantizer.export.gates import (
     parse_gate,
     require_known_names,
     require_known_parts,
+    require_measurable,
     require_measured,
-    require_products,
 )
 from quantizer.export.layer_choice import DEPLOY_FILE, asks_for_floats
 from quantizer.export.refusals import require_extras, require_model
@@ -125,7 +125,6 @@ def _run(options: RunOptions, gates: Sequence[Gate]) -> FinishedRun:
         except UntraceableError as error:
             return _on_modules(options, opened, gates, name=name, error=error)
         require_known_parts(gates, graph)
-        require_products(gates, graph)
         require_fitting_names(options.target_choices, model, graph)
         require_model(target, choices, model)
         preset: str | None = None
@@ -134,7 +133,11 @@ def _run(options: RunOptions, gates: Sequence[Gate]) -> FinishedRun:
         data = data_of_run(options, opened, preset)
         if data.sentence:
             say_note(f"note: {data.sentence}")
+        if data.calibration is not opened.batches:
             opened = opened.with_batches(data.calibration)
+        has_evaluate = session.evaluator_of(options, opened.loaded) is not None
+        first = data.evaluation.for_shapes().first()
+        require_measurable(gates, graph, first, has_evaluate=has_evaluate)
         opened = with_float_metrics(opened, replace(data.test_options, deploy=(target,)), gates)
         folder = from_start(options.output_dir)
         with restored_if_refused(folder):
