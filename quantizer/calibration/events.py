@@ -71,6 +71,12 @@ class RunStage:
         """Count one more unit as done, or set the count to `done`."""
         self.done = self.done + 1 if done is None else done
         self.at_boundary = at_boundary
+        self.doing = ""
+        self.events.advanced(self)
+
+    def describe(self, doing: str) -> None:
+        """Say which part of a long unit is being done."""
+        self.doing = doing
         self.events.advanced(self)
 
     def counted(self, units: Iterable[_T]) -> Iterator[_T]:

@@ -84,6 +84,7 @@ def compare(
     user: Network | None = None,
     outputs: Sequence[Output] | None = None,
     recorded: RecordedOutputs | None = None,
+    follow: Callable[[str], None] = lambda _: None,
 ) -> NetworkComparison:
     """Run both networks once on each batch, each rank on its share.
 
@@ -98,6 +99,7 @@ def compare(
         user: the user's model, for the outputs, if `reference` computes another function.
         outputs: the outputs that are compared; those of the graph if None.
         recorded: keeps the outputs of the quantized network, if they are needed again.
+        follow: called with how far a group of batches is, such as "8 of 12 layers".
 
     Raises:
         DataError: there is no batch, or an output of the float network is not finite.
@@ -106,7 +108,7 @@ def compare(
     """
     compared = ComparedNetworks(reference, user, outputs)
     pair = _NetworkPair(reference, quantized, compared, recorded)
-    runs = _GroupedRuns(pair)
+    runs = _GroupedRuns(pair, follow)
     total = pair.empty()
 
     def exchange(count: int) -> None:
@@ -132,9 +134,10 @@ class _GroupedRuns:
         results: the comparisons of the batches that have run.
     """
 
-    def __init__(self, pair: _NetworkPair) -> None:
+    def __init__(self, pair: _NetworkPair, follow: Callable[[str], None]) -> None:
         self.results: list[NetworkComparison] = []
         self._pair = pair
+        self._follow = follow
         self._segments = segments([pair.reference, pair.quantized])
         self._batches: list[Batch] = []
         self._runs: dict[int, _PairedRun] = {}
@@ -178,6 +181,8 @@ class _GroupedRuns:
                             self.results.append(runs.pop(number).finish())
                 for node in nodes[segment.start : segment.stop]:
                     self._parameter_rows(node.name)
+            if segment.stop < len(nodes):
+                self._follow(f"{segment.stop} of {len(nodes)} layers")
 
     @property
     def parameters(self) -> list[LayerNoise]:

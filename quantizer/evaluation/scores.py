@@ -258,6 +258,7 @@ def _compared(
             user=networks.user,
             outputs=networks.outputs,
             recorded=recorded,
+            follow=stage.describe,
         )
 
 

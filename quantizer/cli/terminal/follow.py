@@ -132,6 +132,8 @@ class Lines(Events):
         if not stage.total:
             doing = f": {stage.doing}" if stage.doing else ""
             return f"{stage.name} {stage.done} {stage.unit}{doing}"
+        if stage.doing:
+            return f"{stage.name} {stage.done}/{stage.total} {stage.unit}: {stage.doing}"
         done = stage.done - self._counted_from
         percent = 100 * stage.done // stage.total
         text = f"{stage.name} {stage.done}/{stage.total} {stage.unit} {percent} %"

@@ -42,6 +42,11 @@ class DividedData:
     test_options: Options
     sentence: str = ""
 
+    @property
+    def has_other_evaluation(self) -> bool:
+        """Return whether tests have data of another source."""
+        return not self.sentence and self.evaluation is not self.calibration
+
     def with_config(self, path: str) -> "DividedData":
         """Return the same data for calibrations and tests with a config file."""
         return replace(

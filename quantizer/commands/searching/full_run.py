@@ -136,8 +136,10 @@ def _run(options: RunOptions, gates: Sequence[Gate]) -> FinishedRun:
         if data.calibration is not opened.batches:
             opened = opened.with_batches(data.calibration)
         has_evaluate = session.evaluator_of(options, opened.loaded) is not None
-        first = data.evaluation.for_shapes().first()
-        require_measurable(gates, graph, first, has_evaluate=has_evaluate)
+        # Test mode looks at other data
+        is_known = has_evaluate or data.has_other_evaluation
+        first = opened.batches.for_shapes().first()
+        require_measurable(gates, graph, first, has_evaluate=is_known)
         opened = with_float_metrics(opened, replace(data.test_options, deploy=(target,)), gates)
         folder = from_start(options.output_dir)
         with restored_if_refused(folder):

@@ -232,8 +232,7 @@ class BarOfLongUnits(Events):
     def advanced(self, stage: RunStage) -> None:
         """Show the inner stage's progress after that of the outer one."""
         total = f"/{stage.total}" if stage.total else ""
-        self._whole.doing = f"{stage.name} {stage.done}{total} {stage.unit}"
-        self._whole.advance(self._whole.done)
+        self._whole.describe(f"{stage.name} {stage.done}{total} {stage.unit}")
 
     def count(self) -> None:
         """Count one unit."""
