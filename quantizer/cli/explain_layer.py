@@ -81,7 +81,12 @@ def _lines(plan: Plan, layer: str, document: Document, form: str) -> Iterator[st
         if name == layer:
             yield f"  {_word(role, form)}: float, as {why}"
     if layer in plan.floats:
-        yield f"  {_word('activation', form)}: {why_float(plan.floats[layer])}"
+        word = _word("activation", form) if plan.of_layer(layer) else "all tensors"
+        line = f"  {word}: {why_float(plan.floats[layer])}"
+        for rule in plan.rules:
+            if rule.leaves_float and layer in rule.layers:
+                line += f", set by {rule.place}"
+        yield line
 
 
 def _values(tensor: TensorPlan, document: Document, form: str) -> dict[str, tuple[Any, str]]:

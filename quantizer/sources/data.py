@@ -17,6 +17,7 @@ from quantizer.declarations import DataKind
 from quantizer.distributed import Ranks
 from quantizer.errors import BatchError, DataError, UsageError
 from quantizer.graph.ir import Graph
+from quantizer.option_words import Sentence
 from quantizer.plugins import loaded
 from quantizer.sources.arguments import (
     MASK,
@@ -336,6 +337,9 @@ def load_batches(
         arguments = UNKNOWN_ARGUMENTS
     else:
         batches = _user_data(source, label, arguments, seed)
+        if batch_size is not None:
+            text = "<--batch_size> has no effect: the batches of %s keep their sizes"
+            _logger.warning("%s", Sentence(text % label))
     batches.subset_len = subset_len
     batches.arguments = arguments
     return batches

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from quantizer.config.wording import first_names
 from quantizer.errors import DataError, ModelError
+from quantizer.graph.tracing.size_guards import axis_to_add
 from quantizer.sources.batches import Batch
 from quantizer.sources.data import Batches
 from quantizer.sources.tensor_kinds import dtype_name
@@ -140,7 +141,7 @@ def _misfits(layer: nn.Module, tensor: Tensor) -> Iterator[str]:
     channels = layer.in_channels
     rank = weight.dim()
     if tensor.dim() == rank - 1:
-        yield "the batch has no axis of samples: add it with unsqueeze(0)"
+        yield f"the batch {axis_to_add(tensor.shape, channels)}"
     elif tensor.dim() == rank and tensor.shape[1] != channels:
         text = f"it takes {channels} channels in axis 1"
         if tensor.shape[-1] == channels:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import glob
 import math
+import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -12,7 +13,7 @@ from typing import Any
 
 from torch import nn
 
-from quantizer.config.wording import joined
+from quantizer.config.wording import closest_word, joined
 from quantizer.declarations import DataKind
 from quantizer.errors import DataError, UsageError
 from quantizer.plugins import plugins, remedy_for_absent
@@ -101,7 +102,7 @@ def find_files(spec: str) -> tuple[DataKind | None, list[Path]]:
     elif split_spec(spec)[1]:
         return None, []
     else:
-        raise DataError(f"there is no file or folder {spec}", help=_help(spec))
+        raise DataError(f"there is no file or folder {spec}", help=_help_for_missing(path))
     by_kind: dict[str, list[Path]] = {}
     kinds = data_kinds()
     for kind in kinds.values():
@@ -167,6 +168,15 @@ def kind_of_word(spec: str) -> DataKind | None:
     """
     word = spec.partition(":")[0]
     return next((kind for kind in data_kinds().values() if word and kind.word == word), None)
+
+
+def _help_for_missing(path: Path) -> list[str]:
+    """Return what may be meant by a path that is not there."""
+    try:
+        near = closest_word(path.name, os.listdir(path.parent))
+    except OSError:
+        near = None
+    return _help(str(path)) if near is None else [f"did you mean {path.with_name(near)}?"]
 
 
 def _help(word: str) -> list[str]:

@@ -87,7 +87,10 @@ class UserModule:
         """
         if hasattr(self.module, name):
             return getattr(self.module, name)
-        public = [known for known in vars(self.module) if not known.startswith("_")]
+        public = []
+        for known, value in vars(self.module).items():
+            if callable(value) and not known.startswith("_"):
+                public.append(known)
         defined = f"it defines: {', '.join(public) or 'nothing'}"
         remedy = did_you_mean(name, public, defined)
         raise self.error(f"{self.label} has no {name!r}", help=remedy)

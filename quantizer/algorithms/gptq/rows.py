@@ -55,9 +55,7 @@ class OpenGroups:
 
 @dataclass(frozen=True)
 class Factor:
-    """Holds M and D of H = M diag(D) M^T, with M unit upper triangular [depth, depth] and D
-    [depth].
-    """
+    """Holds M, unit upper triangular [depth, depth], and D [depth] of H = M diag(D) M^T."""
 
     M: Tensor
     D: Tensor
@@ -348,8 +346,7 @@ class ReplayedRounder(BlockRounder):
     def __init__(self, columns: ColumnScales) -> None:
         super().__init__(columns)
         self._replay = Replay()
-        rows = columns.scale.shape[1]
-        shape = (INNER_COLUMNS, rows)
+        shape = INNER_COLUMNS, columns.scale.shape[1]
         self._M_rows = columns.scale.new_empty(INNER_COLUMNS, INNER_COLUMNS)
         self._scale = columns.scale.new_ones(shape)
         self._zero_point = columns.zero_point.new_zeros(shape)
@@ -362,8 +359,7 @@ class ReplayedRounder(BlockRounder):
     def _round_part(self, first: int, values: ColumnValues, M_rows: Tensor) -> None:
         columns = self._columns
         count = len(M_rows)
-        end = first + count
-        numbers = columns.index[first:end]
+        numbers = columns.index[first : first + count]
         # Columns beyond the last one change nothing that is read
         inner = slice(0, count)
         self._scale[inner] = columns.scale[numbers]
@@ -387,9 +383,7 @@ class ReplayedRounder(BlockRounder):
 
 
 class Replay:
-    """Runs operations that read and write the same memory each time: once as they are, and then
-    as one recorded graph.
-    """
+    """Runs operations on the same memory: once as they are, and then as a recorded graph."""
 
     def __init__(self) -> None:
         self._calls = 0
@@ -401,8 +395,7 @@ class Replay:
         # Libraries allocate at their first call, which must not be recorded
         if self._calls == 2:
             self._recorded = record_graph(operations)
-        run = self._recorded or operations
-        run()
+        (self._recorded or operations)()
 
 
 def record_graph(operations: Callable[[], None]) -> Callable[[], None]:

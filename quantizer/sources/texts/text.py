@@ -60,9 +60,19 @@ def _tokenizer_of(data: NamedData, trust: bool) -> Callable[[], TextTokenizer] |
         given = own
     if given is not None:
         return partial(load_tokenizer, given, trust=trust)
-    if own is None or isinstance(own, Path):
+    if own is None:
         return None
+    if isinstance(own, Path):
+        return partial(_refuse_without_tokenizer, data.spec, own)
     return lambda: TextTokenizer(own.call(), own.label)
+
+
+def _refuse_without_tokenizer(label: str, folder: Path) -> TextTokenizer:
+    """Raise `UsageError`, as a model's folder has no tokenizer for a text."""
+    raise UsageError(
+        f"{label} is text, and {folder} has no tokenizer",
+        help="put its tokenizer.json there, or give <--tokenizer>",
+    )
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,7 @@ with the bias is quantized, it then adds another bias. A size that is computed a
 be taken from that sum.
 """
 
+import re
 from collections import Counter
 
 import numpy as np
@@ -299,6 +300,9 @@ def _as_sum(node: ir.Node, axis: int) -> ir.Value:
 
 _SCOPES = "pkg.torch.onnx.name_scopes"
 """Where torch.onnx writes which operator of the program a node comes from."""
+_CALL = "pkg.torch.onnx.fx_node"
+"""Where torch.onnx writes the call in the program that a node comes from."""
+_PARAMETER = re.compile(r"%p_network_(module_\d+)_")
 _MOVED_GATES = ("Unsqueeze", "Concat", "Slice")
 """What is between the weights of a recurrent layer and its operator, whose gates are in another
 order.
@@ -316,12 +320,18 @@ def name_products(model: ir.Model, lowering: Lowering) -> None:
         producer = value.producer()
         if producer is not None and _SCOPES in producer.metadata_props:
             layer_of_operator[producer.metadata_props[_SCOPES]] = layer
+    modules = lowering.network.module_names
+    layer_of_module = dict(zip(modules.values(), modules, strict=True))
     counts: Counter[str] = Counter()
     for node in nodes_of(model.graph, *PRODUCTS):
         operator = node.metadata_props.get(_SCOPES, "")
         name = _layer(node, layers, lowering)
         if name is None and operator in layer_of_operator:
             name = layer_of_operator[operator] + INSIDE
+        parameter = _PARAMETER.search(node.metadata_props.get(_CALL, ""))
+        if name is None and parameter is not None:
+            # Gates in another order are other constants than the layer's weights
+            name = layer_of_module[parameter[1]]
         if name is None:
             continue
         counts[name] += 1
