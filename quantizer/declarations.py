@@ -36,7 +36,7 @@ class TargetOption:
     `values` are what it may be, the default first. With `is_file` any path is a value, too, and
     with `is_text` any text, which `metavar` stands for. `alone` are values with which no other
     target is written. `goes_with` is an option and those of its values with which this option
-    has an effect.
+    has an effect. Help shows it with `--to`; the default of a text is not printed there.
     """
 
     name: str

@@ -304,10 +304,7 @@ def write_calibration(
 
 def _warn_of_exports(folder: Path) -> None:
     """Warn of the files in a folder of exports, which are of an earlier calibration."""
-    if not folder.is_dir():
-        return
-    names = [path.name for path in sorted(folder.iterdir()) if path.suffix != ".json"]
-    exports = [name for name in names if not name.startswith(".")]
+    exports = [path.name for path in sorted(folder.glob("[!.]*")) if path.suffix != ".json"]
     if exports:
         _logger.warning(
             "the calibration before has made %s in %s; test mode with --to writes it anew",

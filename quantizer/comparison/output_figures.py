@@ -36,7 +36,8 @@ from quantizer.numerics.metrics import Energies
 
 WORST_SAMPLES = "sqnr_db_worst"
 """The SQNR that all but the worst twentieth of samples have."""
-NAMED_FIGURES = ("sqnr_db", WORST_SAMPLES, "cosine", "equal_outputs")
+_EQUAL = "equal_outputs"
+NAMED_FIGURES = ("sqnr_db", WORST_SAMPLES, "cosine", _EQUAL)
 """The figures of each output and part."""
 POOLED_FIGURE = "sqnr_db_pooled"
 """The SQNR of all outputs together."""
@@ -414,7 +415,7 @@ def metric_names(outputs: Sequence[Output]) -> set[str]:
             rows[part.index or part.name] = part.is_constant
         for name, is_constant in rows.items():
             is_rated = output.is_float and not is_constant
-            figures = NAMED_FIGURES if is_rated else NAMED_FIGURES[-1:]
+            figures = NAMED_FIGURES if is_rated else (_EQUAL,)
             names |= {f"{figure}[{name}]" for figure in figures}
             if output.sample_axis is None:
                 names.discard(f"{WORST_SAMPLES}[{name}]")

@@ -263,15 +263,15 @@ class Batches:
 
     def _not_skipped(self) -> Iterator[Batch]:
         """Yield the batches of a pass after the samples to leave out."""
-        remaining = self.skip_len or 0
+        to_skip = self.skip_len or 0
         for batch in self.open_pass():
             size = batch.size
-            if remaining >= size:
-                remaining -= size
+            if to_skip >= size:
+                to_skip -= size
                 continue
-            if remaining:
-                batch = batch.last(size - remaining)
-                remaining = 0
+            if to_skip:
+                batch = batch.last(size - to_skip)
+                to_skip = 0
             yield batch
 
 

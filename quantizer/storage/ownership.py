@@ -78,7 +78,7 @@ def is_owned(folder: Path) -> bool:
 
 
 def require_ownable(folder: Path) -> None:
-    """Check that a folder is absent, quantizer's, or has nothing but what a clone may have.
+    """Check that a folder is absent, quantizer's, or has only what a clone may have.
 
     Raises:
         UsageError: it is a file, or holds other files.
@@ -143,11 +143,8 @@ def _may_be_cloned(path: Path) -> bool:
     """Return whether a clone of the user's repository may have this in a folder of results: the
     run's config, `CHECKED_IN`, git's own files.
     """
-    if path.is_symlink():
-        return False
     if path.is_dir():
-        inside = {entry.relative_to(path.parent).as_posix() for entry in path.iterdir()}
-        return inside == {CHECKED_IN} and (path.parent / CHECKED_IN).is_file()
+        return [*path.iterdir()] == [path.parent / CHECKED_IN]
     is_config = path.suffix == ".json" and is_input(path)
     return is_config or path.name == LIST_FILE or path.name.startswith(".git")
 

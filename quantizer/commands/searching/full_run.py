@@ -23,7 +23,7 @@ from quantizer.cli.terminal.follow import one_display
 from quantizer.cli.terminal.output import Outcome
 from quantizer.cli.terminal.render import say_note
 from quantizer.cli.terminal.screen import notes_on_stderr
-from quantizer.commands.searching.divided_data import data_of_run, divide_data
+from quantizer.commands.searching.divided_data import DividedData, data_of_run, divide_data
 from quantizer.commands.searching.module_run import RunOnModules, require_weights_only
 from quantizer.commands.searching.run import RunOptions
 from quantizer.commands.searching.trials import watched_data
@@ -133,13 +133,8 @@ def _run(options: RunOptions, gates: Sequence[Gate]) -> FinishedRun:
         data = data_of_run(options, opened, preset)
         if data.sentence:
             say_note(f"note: {data.sentence}")
-        if data.calibration is not opened.batches:
-            opened = opened.with_batches(data.calibration)
-        has_evaluate = session.evaluator_of(options, opened.loaded) is not None
-        # Test mode looks at other data
-        is_known = has_evaluate or data.has_other_evaluation
-        first = opened.batches.for_shapes().first()
-        require_measurable(gates, graph, first, has_evaluate=is_known)
+        opened = opened.with_batches(data.calibration)
+        _require_figures(gates, options, opened, data)
         opened = with_float_metrics(opened, replace(data.test_options, deploy=(target,)), gates)
         folder = from_start(options.output_dir)
         with restored_if_refused(folder):
@@ -181,6 +176,21 @@ def _test(
     if if_slower and asks_for_floats(outcome.deployed.values()):
         return _test(mixed, opened, {})
     return options, outcome
+
+
+def _require_figures(
+    gates: Sequence[Gate], options: Options, opened: session.OpenedRun, data: DividedData
+) -> None:
+    """Refuse a gate about a metric that the network and its data do not allow.
+
+    Raises:
+        UsageError: see `require_measurable`.
+    """
+    has_evaluate = session.evaluator_of(options, opened.loaded) is not None
+    # Test mode looks at other data
+    is_known = has_evaluate or data.has_other_evaluation
+    first = opened.batches.for_shapes().first()
+    require_measurable(gates, opened.graph, first, has_evaluate=is_known)
 
 
 def _require_checkable(

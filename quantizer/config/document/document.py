@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -14,7 +13,6 @@ from quantizer.config.diagnostics import Diagnostic, Place
 from quantizer.config.json_types import JsonMapping, JsonPath
 
 TextSpan = tuple[int, int]
-_MARK = re.compile(r'^(?P<indent>[ \t]*)|"(?:[^"\\\n]|\\.)*"|[{}\[\]]', re.MULTILINE)
 
 
 @dataclass(frozen=True)
@@ -44,28 +42,6 @@ class Text:
         column = start - line_start + 1
         length = max(min(end, line_end) - start, 1)
         return Place(self.name, line, column, length, pointer)
-
-    def unclosed_bracket(self) -> TextSpan | None:
-        """Return where a bracket begins that is not closed, and where the line begins before
-        which it should be, as the indentation shows it; None if it shows nothing.
-
-        >>> Text("a.json", '{\\n  "a": {\\n    "b": 1,\\n  "c": 2\\n}').unclosed_bracket()
-        (9, 25)
-        """
-        brackets: list[tuple[int, int]] = []
-        indent = line_begin = 0
-        for mark in _MARK.finditer(self.text):
-            start = mark.start()
-            if mark["indent"] is not None:
-                indent = len(mark["indent"])
-                line_begin = mark.end()
-            elif mark[0] in "}]":
-                del brackets[-1:]
-            elif start == line_begin and indent and brackets and indent <= brackets[-1][1]:
-                return brackets[-1][0], start
-            elif mark[0] in "{[":
-                brackets.append((start, indent))
-        return None
 
 
 @dataclass(frozen=True)

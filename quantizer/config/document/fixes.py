@@ -3,6 +3,7 @@ a fix is offered only if it leaves fewer errors.
 """
 
 import json
+import re
 from collections import ChainMap
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
@@ -29,6 +30,8 @@ HELP_FOR_MISSING = (
     "no default fits the rest of the file; `quantizer explain KEY` lists the values of a key"
 )
 
+_MARK = re.compile(r'^(?P<indent>[ \t]*)|"(?:[^"\\\n]|\\.)*"|[{}\[\]]', re.MULTILINE)
+"""The indentation of a line, a string, or a bracket."""
 _OVERALL = "overall_quantize_config"
 _TENSOR = "tensor_quantize_config"
 
@@ -79,6 +82,35 @@ def with_sound_fixes(
             accepted = tried
             errors = errors_left
     return tuple(checked)
+
+
+def unclosed_bracket(source: Text, start: int) -> tuple[int, str]:
+    """Return where the bracket begins that is not closed, and a remedy.
+
+    The first line that is indented no more than the line of the innermost bracket shows it.
+
+    Args:
+        source: the file.
+        start: of the bracket that is open at the end, which it is if no line shows it.
+
+    >>> unclosed_bracket(Text("a.json", '{\\n  "a": {\\n    "b": 1,\\n  "c": 2\\n}'), 0)
+    (9, 'as lines are indented, it is missing before line 4')
+    """
+    brackets: list[tuple[int, int]] = []
+    indent = line_begin = 0
+    for mark in _MARK.finditer(source.text):
+        begin = mark.start()
+        if mark["indent"] is not None:
+            indent = len(mark["indent"])
+            line_begin = mark.end()
+        elif mark[0] in "}]":
+            del brackets[-1:]
+        elif begin == line_begin and indent and brackets and indent <= brackets[-1][1]:
+            line = source.place((begin, begin)).line
+            return brackets[-1][0], f"as lines are indented, it is missing before line {line}"
+        elif mark[0] in "{[":
+            brackets.append((begin, indent))
+    return start, "is the file cut off?"
 
 
 def apply_fixes(source: Text, fixes: Iterable[Fix]) -> Text:

@@ -309,13 +309,11 @@ class Parser:
         self._skip_space()
         while self._next() != close:
             if not self._next():
-                unclosed = self.source.unclosed_bracket()
-                remedy = "is the file cut off?"
-                if unclosed is not None:
-                    start, key = unclosed
-                    close = "}" if self.text[start] == "{" else "]"
-                    line = self.source.place((key, key)).line
-                    remedy = f"as lines are indented, it is missing before line {line}"
+                # Few files have this fault
+                from quantizer.config.document.fixes import unclosed_bracket
+
+                start, remedy = unclosed_bracket(self.source, start)
+                close = "}" if self.text[start] == "{" else "]"
                 message = f'this bracket is never closed: a "{close}" is missing'
                 self._fail(message, remedy, span=(start, start + 1))
             yield
