@@ -114,6 +114,10 @@ EXPLAINED: dict[str, tuple[dict[str, Any], list[str]]] = {
         LAYERED | {"exclude": ["kind:embedding"]},
         ['to keep it in float, write "exclude": ["kind:embedding", "0"] in the config'],
     ),
+    "named": (
+        LAYERED | {"exclude": ["0"]},
+        ["all tensors: float: excluded, set by q.json"],
+    ),
     "off": (OFF, ["weight: float, set by q.json"]),
 }  # fmt: skip
 """A config, and words of the lines that explain a linear layer under it, places without their

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -37,6 +38,20 @@ PRINTED = (
 )
 HEADS = ("layer ", "rule ", "step ", "ok ", "note ", "warning ", "Inputs that", "blocks")
 """What lines of tables and notes begin with."""
+
+
+def test_warnings_about_the_config_stay(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("net.py").write_text(NET)
+    assert run_command(["init", "--preset", "cpu_int8", "-o", "net.json"]) == 0
+    config = json.loads(Path("net.json").read_text())
+    config["overall_quantize_config"]["per_channel"] = True
+    Path("net.json").write_text(json.dumps(config))
+    capsys.readouterr()
+    assert run_command(["calib", *GIVEN, "-q"]) == 0
+    assert "warning QZ112: per_channel applies to weights only" in capsys.readouterr().err
 
 
 def test_no_command_prints_tables_or_notes(

@@ -191,6 +191,20 @@ FAULTS = {
 """What is replaced, by what, and whether --fix knows the answer."""
 
 
+def test_a_missing_bracket_is_where_the_lines_are_indented_less(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = (ROOT / "configs" / "cpu_int8.json").read_text("utf-8")
+    head, closing, tail = text.partition('\n  },\n  "tensor_quantize_config"')
+    path = tmp_path / "net.json"
+    path.write_text(head + closing.replace("},", ",") + tail)
+    line = head.count("\n", 0, head.index('"overall_quantize_config"')) + 1
+    assert run_command(["validate", str(path)]) == 2
+    printed = capsys.readouterr().out
+    assert f'net.json:{line}:30: error QZ004: this bracket is never closed: a "}}"' in printed
+    assert f"it is missing before line {text.count(chr(10), 0, len(head)) + 3}" in printed
+
+
 @pytest.mark.parametrize("fault", FAULTS)
 def test_what_is_wrong_behind_a_fault_of_syntax_is_found_in_the_same_round(
     fault: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -6,6 +6,7 @@ import signal
 import time
 
 import pytest
+import torch
 from support.toys import traced
 
 from quantizer.config.model import ConfigRule, ResolvedConfig, Selector, Settings
@@ -16,6 +17,8 @@ from quantizer.plan.match import match
 from quantizer.plan.model import RANKS, Match
 from quantizer.plan.resolve import resolve_plan
 from quantizer.plan.selected import closest_layers
+from quantizer.results.graph_file import trace_module
+from quantizer.sources.batches import Batch
 
 ROOT = "Residual::Residual/"
 BLOCK = ROOT + "Sequential[layer1]/Block[{}]/"
@@ -72,6 +75,22 @@ def test_names(text: str, rank: str, layers: list[str]) -> None:
     result = found(text)
     assert short(result) == layers
     assert RANKS[result.rank] == rank
+
+
+def test_a_path_is_that_of_one_module_and_not_the_beginning_of_others() -> None:
+    class Deep(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = torch.nn.ModuleList(torch.nn.Linear(3, 3) for _ in range(12))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for block in self.blocks:
+                x = block(x)
+            return x
+
+    graph = trace_module(Deep(), Batch.of(torch.ones(2, 3)))
+    result = match(Selector("name", "blocks.1"), graph, graph)
+    assert result.layers == ("Deep::Deep/ModuleList[blocks]/Linear[1]/linear",)
 
 
 NOTHING = [

@@ -194,6 +194,13 @@ def test_one_image_without_samples_is_noted(caplog: pytest.LogCaptureFixture) ->
     assert "[3, 4, 4] has no axis of samples: add it with unsqueeze(0)" in caplog.text
 
 
+def test_images_without_their_one_channel_are_noted() -> None:
+    batch = Batch.of(torch.ones(3, 4, 4))
+    model = nn.Sequential(nn.Conv2d(1, 2, 1))
+    _, remedy = error_of(lambda: trace_module(model, batch), DataError)
+    assert "has no axis of channels: add it with unsqueeze(1)" in remedy
+
+
 def test_arrays_that_forward_does_not_take_are_named_before_it_runs(tmp_path: Path) -> None:
     path = tmp_path / "data.npz"
     numpy.savez(path, foo=numpy.ones((2, 3)), bar=numpy.ones(2))
