@@ -286,7 +286,7 @@ def write_calibration(
         ResultError: the folder cannot be written.
     """
     info = folder / INFO_FILE
-    identity_before = sha256(info) if info.is_file() else None
+    before = sha256(info) if info.is_file() else None
     write_results(
         folder,
         original,
@@ -298,18 +298,12 @@ def write_calibration(
     )
     opened = open_written(folder)
     write_report(opened, commands=remember(opened, *command))
-    if identity_before not in (None, opened.identity) and not has_next_step:
-        _warn_of_exports(folder / FOLDER)
-
-
-def _warn_of_exports(folder: Path) -> None:
-    """Warn of the files in a folder of exports, which are of an earlier calibration."""
-    exports = [path.name for path in sorted(folder.glob("[!.]*")) if path.suffix != ".json"]
-    if exports:
+    exports = [path.name for path in (folder / FOLDER).glob("[!.]*") if path.suffix != ".json"]
+    if exports and not has_next_step and before not in (None, opened.identity):
         _logger.warning(
             "the calibration before has made %s in %s; test mode with --to writes it anew",
-            first_names(exports),
-            folder,
+            first_names(sorted(exports)),
+            folder / FOLDER,
         )
 
 

@@ -143,7 +143,8 @@ def closest_layers(selector: Selector, original: Graph) -> list[str]:
         if scope and _scope(node.name) == scope:
             same_scope.append(node.name)
     near = difflib.get_close_matches(selector.text, sorted(known), 3, 0.5)
-    distinct = dict.fromkeys(same_scope + near)
+    ends = [name for name in sorted(known) if name.endswith(f".{selector.text}")]
+    distinct = dict.fromkeys(ends + same_scope + near)
     return list(distinct)[:3]
 
 
@@ -154,7 +155,8 @@ def _scope(name: str) -> str:
 
 def how_to_list_layers() -> str:
     """Return a remedy for a word that stands for no layer."""
-    return if_command("inspect", "`quantizer inspect --top all` lists all layers")
+    words = "`quantizer inspect --model MODEL --top all` lists all layers"
+    return if_command("inspect", words)
 
 
 def advice(selector: Selector, original: Graph) -> str:

@@ -338,8 +338,8 @@ def load_batches(
     else:
         batches = _user_data(source, label, arguments, seed)
         if batch_size is not None:
-            text = "<--batch_size> has no effect: the batches of %s keep their sizes"
-            _logger.warning("%s", Sentence(text % label))
+            text = f"<--batch_size> has no effect: the batches of {label} keep their sizes"
+            _logger.warning("%s", Sentence(text))
     batches.subset_len = subset_len
     batches.arguments = arguments
     return batches

@@ -10,7 +10,6 @@ from torch import Tensor, nn
 
 from quantizer.config.wording import first_names
 from quantizer.errors import DataError, ModelError
-from quantizer.graph.tracing.size_guards import axis_to_add
 from quantizer.sources.batches import Batch
 from quantizer.sources.data import Batches
 from quantizer.sources.tensor_kinds import dtype_name
@@ -141,7 +140,10 @@ def _misfits(layer: nn.Module, tensor: Tensor) -> Iterator[str]:
     channels = layer.in_channels
     rank = weight.dim()
     if tensor.dim() == rank - 1:
-        yield f"the batch {axis_to_add(tensor.shape, channels)}"
+        axis, place = "samples", 0
+        if channels == 1 and tensor.shape[0] > 1:
+            axis, place = "channels", 1
+        yield f"the batch has no axis of {axis}: add it with unsqueeze({place})"
     elif tensor.dim() == rank and tensor.shape[1] != channels:
         text = f"it takes {channels} channels in axis 1"
         if tensor.shape[-1] == channels:

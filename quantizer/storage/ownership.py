@@ -145,8 +145,8 @@ def _may_be_cloned(path: Path) -> bool:
     """
     if path.is_dir():
         return [*path.iterdir()] == [path.parent / CHECKED_IN]
-    is_config = path.suffix == ".json" and is_input(path)
-    return is_config or path.name == LIST_FILE or path.name.startswith(".git")
+    is_known = path.name.startswith((".git", LIST_FILE))
+    return is_known or (path.suffix == ".json" and is_input(path))
 
 
 def _content(place: Path) -> bytes:

@@ -27,7 +27,7 @@ TESTED: dict[str, Any] = {
 }
 OTHER_FACTS: dict[str, Any] = {
     "path": "out/Net.onnx",
-    "size": 7_800,
+    "size": 86_000,
     "tested": TESTED,
     "config": "out/net.json",
     "is_in_shell": True,
@@ -49,10 +49,15 @@ def row(output: str, name: str, sqnr_db: float | None) -> dict[str, Any]:
     return {"output": output, "name": name, "kind": "float", "sqnr_db": sqnr_db, "equal": 0.0}
 
 
+def test_weights_take_no_more_than_the_file() -> None:
+    facts = replace(FACTS, quantized_size=90_000)
+    assert verdict(facts)[1].endswith("86 kB. Weights take 310 kB in float.")
+
+
 def test_a_good_run() -> None:
     assert verdict(FACTS) == [
         "NOT JUDGED: no --gate says what has to hold.",
-        "Wrote out/Net.onnx: int8 weights, uint8 activations; 8 kB. Weights take 310 kB in "
+        "Wrote out/Net.onnx: int8 weights, uint8 activations; 86 kB. Weights take 310 kB in "
         "float, 79 kB quantized.",
         "top1 is 0.9, in float 0.9.",
         "The output differs from float by 1 % (SQNR 40.0 dB).",

@@ -366,17 +366,6 @@ def place_of(error: BaseException) -> str:
     return ""
 
 
-def axis_to_add(shape: Sequence[int], channels: int) -> str:
-    """Return which axis an input of a convolution lacks, and how to add it.
-
-    >>> axis_to_add([3, 8, 8], 3)
-    'has no axis of samples: add it with unsqueeze(0)'
-    """
-    if channels == 1 and shape[0] > 1:
-        return "has no axis of channels: add it with unsqueeze(1)"
-    return "has no axis of samples: add it with unsqueeze(0)"
-
-
 def missing_axis(program: ExportedProgram) -> str:
     """Return the remedy for images that have no axis of samples, "" if they have it."""
     for node in program.graph.find_nodes(op="placeholder"):
@@ -386,9 +375,7 @@ def missing_axis(program: ExportedProgram) -> str:
             shape = list(node.meta["val"].shape)
             weight = reader.args[1]
             if len(shape) < weight.meta["val"].dim():
-                groups = reader.args[6] if len(reader.args) > 6 else 1
-                channels = weight.meta["val"].shape[1] * groups
-                return f"; {shape} {axis_to_add(shape, channels)}"
+                return f"; {shape} has no axis of samples: add it with unsqueeze(0)"
     return ""
 
 
