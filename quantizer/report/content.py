@@ -14,7 +14,7 @@ from torch import Tensor
 
 from quantizer.config.json_types import JsonMapping, JsonObject
 from quantizer.config.model import POOLED, QuantizationSpec
-from quantizer.config.roles import is_parameter
+from quantizer.config.roles import base_role, is_parameter
 from quantizer.errors import DAMAGE_ERRORS, ResultError, UsageError
 from quantizer.graph.ops import OPS
 from quantizer.numerics.codes import bits_of
@@ -122,8 +122,10 @@ def _collect_results(
     float_weights = {}
     for node in plan["layers"]:
         operator = OPS.get(node["op"])
-        has_weights = operator is not None and operator.kind == "mac" and operator.weight
-        if has_weights and "weights" not in node.get("tensors", {}):
+        if operator is None or not operator.weight:
+            continue
+        is_quantized = "weights" in map(base_role, node.get("tensors", ()))
+        if not is_quantized and (operator.kind == "mac" or operator.looks_up):
             float_weights[node["name"]] = node.get(reason, NO_RULES)
     values: JsonObject = {
         "model": header["model"],

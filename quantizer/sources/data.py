@@ -337,9 +337,12 @@ def load_batches(
         arguments = UNKNOWN_ARGUMENTS
     else:
         batches = _user_data(source, label, arguments, seed)
-        if batch_size is not None:
-            text = f"<--batch_size> has no effect: the batches of {label} keep their sizes"
-            _logger.warning("%s", Sentence(text))
+        if batch_size:
+            _logger.warning(
+                Sentence(
+                    f"<--batch_size> has no effect: the batches of {label} keep their sizes"
+                )
+            )
     batches.subset_len = subset_len
     batches.arguments = arguments
     return batches
