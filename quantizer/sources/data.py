@@ -295,16 +295,14 @@ def load_batches(
         module: whose `forward` decides which inputs a tuple holds.
         batch_size: samples per batch, 32 by default, or 1 for texts.
         subset_len: the number of samples to use. The last batch is cut.
-        seed: draws random data and the order of images, and seeds the global generators before
-            each pass of the user's loader.
+        seed: of random data, of the order of images, and of each pass of the user's loader.
         options: those that were given and that only some kinds of data read, by name.
         defaults: what takes the place of such options, as in `NamedData`.
         example: as in `NamedData`; None if data must not be made from the model.
         label: names the data in messages, unless `source` is a value of `--data`.
 
     Raises:
-        DataError: the data cannot be loaded. Errors in the data itself are raised while
-            iterating.
+        DataError: the data cannot be loaded; errors in them are raised while iterating.
         UsageError: the options do not fit the data.
     """
     _require_positive("batch size", batch_size)
