@@ -331,7 +331,7 @@ def name_products(model: ir.Model, lowering: Lowering) -> None:
         parameter = _PARAMETER.search(node.metadata_props.get(_CALL, ""))
         if name is None and parameter is not None:
             # Gates in another order are other constants than the layer's weights
-            name = layer_of_module[parameter[1]]
+            name = layer_of_module.get(parameter[1])
         if name is None:
             continue
         counts[name] += 1
