@@ -208,3 +208,22 @@ def test_a_loader_that_differs_between_passes_is_found_in_test_mode(
     model = write(with_sizes(8, 8) + once + data)
     assert run_command(["run", model, "-q", "--to", "w8", *gate]) == 4
     assert words in capsys.readouterr().err
+
+
+def test_a_run_takes_the_first_windows_of_a_text(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
+    pytest.importorskip("transformers", reason="needs quantizer-torch[llm]")
+    monkeypatch.setattr("quantizer.commands.searching.divided_data.MOST_WINDOWS", 20)
+    examples = Path(__file__).parents[2] / "examples"
+    run = ["run", str(examples / "tales"), "--data", str(examples / "tales.txt"), "--to", "w4"]
+    assert run_command([*run, "-o", str(tmp_path / "no"), "--gate", "top1_drop<=0.1"]) == 2
+    assert not (tmp_path / "no").exists()
+    assert "'top1_drop<=0.1' is not measured" in capsys.readouterr().err
+    folder = tmp_path / "few"
+    assert run_command([*run, "-o", str(folder), "--minutes", "0"]) == 0
+    assert "the first 20 are used: --subset_len N takes more" in capsys.readouterr().err
+    calib, test = json.loads((folder / "report.json").read_text())["commands"]
+    assert "--subset_len 15" in calib
+    assert "--subset_len 5" in test
+    assert "--skip_len 15" in test

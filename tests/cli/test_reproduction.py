@@ -374,3 +374,16 @@ def test_a_clone_without_the_results_repeats_a_run(
             assert run_command(words) == 0, words
     for path in (place / "mine" / "export").glob("[!v]*"):
         assert (clone / "mine" / "export" / path.name).read_bytes() == path.read_bytes()
+
+
+def test_a_new_calibration_names_the_files_of_the_one_before(
+    place: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = ["--model", "net.py", "-q"]
+    assert run_command(["calib", "--config_file", "configs/cpu_int8.json", *model]) == 0
+    assert run_command(["test", "--to", "pt2", *model]) == 0
+    assert run_command(["calib", "--config_file", "configs/cpu_int8.json", *model]) == 0
+    assert "calibration before" not in capsys.readouterr().err
+    assert run_command(["calib", "--config_file", "configs/dpu.json", *model]) == 0
+    printed = capsys.readouterr().err
+    assert "the calibration before has made Sequential.pt2 in quantize_result" in printed
